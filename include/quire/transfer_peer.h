@@ -143,7 +143,8 @@ class TransferPeer : public LayerSink {
   virtual Status SendStatus(uint64_t epoch) const = 0;
   // Bytes of rows that can be sent now without waiting.
   virtual int64_t send_room() const = 0;
-  // Ends a request that is not going to be computed; the receiver learns why. NotFound.
+  // Ends a request that is not going to be computed; the receiver learns why. NotFound; BadArgument
+  // for an ok status.
   virtual Status Refuse(uint64_t epoch, const Status& why) = 0;
 };
 

@@ -43,6 +43,8 @@ class FrameReader {
  private:
   enum class Expect : uint8_t { kHeader, kHead, kData };
 
+  // Bytes of header, head or data that belong together.
+  size_t due() const;
   Status OnHeader();
   Status OnHead();
 

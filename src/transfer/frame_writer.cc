@@ -11,14 +11,19 @@ namespace quire {
 using wire::TransferOpcode;
 
 void FrameWriter::Queue(TransferOpcode opcode, std::vector<std::byte> head) {
+  QUIRE_DCHECK(opcode != TransferOpcode::kPart) << "parts are queued with their rows";
   queue_.push_back({.opcode = opcode, .head = std::move(head)});
 }
 
 void FrameWriter::Queue(std::shared_ptr<const OutgoingPart> part) {
+  QUIRE_DCHECK(part->bytes != nullptr);
+  QUIRE_DCHECK(part->head.bytes > 0) << "no data frame would end the part";
   queue_.push_back({.opcode = TransferOpcode::kPart, .part = std::move(part)});
 }
 
 void FrameWriter::QueueUrgent(TransferOpcode opcode, std::vector<std::byte> head) {
+  QUIRE_DCHECK(opcode != TransferOpcode::kRecord && opcode != TransferOpcode::kStop)
+      << "it would pass the parts that it is about";
   urgent_.push_back({.opcode = opcode, .head = std::move(head)});
 }
 
@@ -40,6 +45,7 @@ std::vector<uint64_t> FrameWriter::DropParts(uint64_t epoch) {
 
 std::span<const std::span<const std::byte>> FrameWriter::Gather() {
   if (!in_frame_ && has_output()) StartFrame();
+  QUIRE_DCHECK(in_frame_ == !spans_.empty()) << "a frame is open as long as bytes of it are left";
   return spans_;
 }
 
@@ -57,6 +63,7 @@ void FrameWriter::StartFrame() {
 
 void FrameWriter::StartPartFrame(Item* item) {
   const OutgoingPart& part = *item->part;
+  QUIRE_DCHECK(item->sent < part.head.bytes) << "the queue keeps a part that is sent";
   if (item->sent < 0) {
     SetFrame(TransferOpcode::kPart, wire::Encode(part.head), {});
     item->sent = 0;
@@ -73,6 +80,9 @@ void FrameWriter::StartPartFrame(Item* item) {
 
 void FrameWriter::SetFrame(TransferOpcode opcode, std::vector<std::byte> head,
                            std::span<const std::byte> data) {
+  QUIRE_DCHECK(!in_frame_) << "bytes of another frame are not written yet";
+  QUIRE_DCHECK(std::ssize(head) <= wire::kTransferHeadBytesMax) << "no peer takes such a head";
+  QUIRE_DCHECK(std::ssize(data) <= wire::kFrameDataBytesMax) << "nor such data";
   head_ = std::move(head);
   wire::EncodeTransferHeader({.opcode = opcode,
                               .number = next_number_++,

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/check.h"
 #include "base/guard.h"
 #include "quire/transfer.h"
 
@@ -52,6 +53,7 @@ class LocalChannelImpl final : public LocalChannel {
         peer->given.reserve(peer->given.size() + 1);
         QUIRE_ASSIGN_OR_RETURN(const ReceiveView view,
                                peer->receiver->View(range.epoch, layer, part));
+        QUIRE_DCHECK(view.rows.k.dim(0) == range.count) << "the view is of other rows";
         CopyHeads(range.local, range.local_head, view.rows, range.remote_head, range.head_count);
         peer->given.push_back(
             {.epoch = range.epoch,

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -10,6 +12,7 @@ constexpr size_t kSpareMax = 16;
 }  // namespace
 
 std::shared_ptr<OutgoingPart> PartPool::Take(const std::shared_ptr<PartPool>& pool, int64_t bytes) {
+  QUIRE_DCHECK(bytes > 0 && bytes <= wire::kPartBytesMax) << bytes << " bytes make no part";
   auto part = std::make_unique<OutgoingPart>();
   part->head.bytes = bytes;
   const bool is_pooled = bytes <= kPartBytes;
@@ -33,7 +36,9 @@ std::shared_ptr<OutgoingPart> PartPool::Take(const std::shared_ptr<PartPool>& po
 }
 
 void PartPool::GiveBack(std::unique_ptr<std::byte[]> memory) noexcept {
+  QUIRE_DCHECK(memory != nullptr);
   const std::lock_guard lock(mutex_);
+  QUIRE_DCHECK(spare_.capacity() >= kSpareMax) << "Take has made room, nothing is allocated here";
   if (spare_.size() < kSpareMax) spare_.push_back(std::move(memory));
 }
 

@@ -1,5 +1,7 @@
 #include "transfer/part_runs.h"
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -11,7 +13,14 @@ void ForEachStored(const LayerKV& rows, F&& f) {
 }
 
 int64_t BytesOfHeads(const TensorView& tensor, int64_t heads) {
+  QUIRE_DCHECK(heads >= 0 && heads <= tensor.dim(1));
   return heads * tensor.stride(1) * DTypeBytes(tensor.dtype());
+}
+
+int64_t SizeOf(std::span<const std::span<std::byte>> runs) {
+  int64_t bytes = 0;
+  for (const std::span<std::byte>& run : runs) bytes += std::ssize(run);
+  return bytes;
 }
 
 }  // namespace
@@ -25,6 +34,8 @@ int64_t RowBytes(const LayerKV& rows, int64_t head_count) {
 std::vector<std::span<std::byte>> PartRuns(const LayerKV& rows, const ReceivePart& part) {
   std::vector<std::span<std::byte>> runs;
   ForEachStored(rows, [&](const TensorView& tensor) {
+    QUIRE_DCHECK(part.first_row >= 0 && part.count <= tensor.dim(0) - part.first_row);
+    QUIRE_DCHECK(part.first_head >= 0 && part.head_count <= tensor.dim(1) - part.first_head);
     const auto bytes = static_cast<size_t>(BytesOfHeads(tensor, part.head_count));
     std::byte* const first = tensor.data_as<std::byte>() + BytesOfHeads(tensor, part.first_head) +
                              part.first_row * tensor.stride(0) * DTypeBytes(tensor.dtype());
@@ -37,6 +48,7 @@ std::vector<std::span<std::byte>> PartRuns(const LayerKV& rows, const ReceivePar
       }
     }
   });
+  QUIRE_DCHECK(SizeOf(runs) == part.count * RowBytes(rows, part.head_count));
   return runs;
 }
 

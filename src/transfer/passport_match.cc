@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "base/check.h"
 #include "quire/chunk.h"
 
 namespace quire {
@@ -12,6 +13,7 @@ namespace {
 bool MayDiffer(const PassportLayer& ours, const PassportLayer& theirs) {
   const int64_t more = std::max(ours.kv_heads, theirs.kv_heads);
   const int64_t fewer = std::min(ours.kv_heads, theirs.kv_heads);
+  QUIRE_DCHECK(fewer > 0) << "a passport that was read has heads";
   return ours.kind == StateKind::kAttention && theirs.kind == StateKind::kAttention &&
          more % fewer == 0;
 }

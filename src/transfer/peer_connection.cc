@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/blocked_signals.h"
+#include "base/check.h"
 #include "base/checksum.h"
 #include "base/guard.h"
 #include "base/random.h"
@@ -44,6 +45,13 @@ uint32_t CopyRuns(std::span<const std::span<std::byte>> runs, std::byte* to) {
     }
   }
   return digest;
+}
+
+// What ends for no reason would be taken for open.
+Status CheckReason(const char* call, const Status& why) {
+  if (!why.ok()) return Status();
+  return Status(StatusCode::kBadArgument,
+                std::string(call) + ": the status is ok; give one that says why the transfer ends");
 }
 
 Status ClosedHere() {
@@ -263,6 +271,7 @@ int64_t PeerConnection::send_room() const {
 
 Status PeerConnection::Refuse(uint64_t epoch, const Status& why) {
   return WithSession([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckReason("Refuse", why));
     {
       const std::lock_guard lock(mutex_);
       QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
@@ -295,6 +304,7 @@ Status PeerConnection::SendRows(int64_t layer, const SendRange& range) {
 
 Status PeerConnection::SendPart(int64_t layer, const SendRange& range, int64_t first,
                                 int64_t count) {
+  QUIRE_DCHECK(count > 0 && first >= 0 && count <= range.count - first);
   const int64_t bytes = count * RowBytes(range.local, range.head_count);
   const std::shared_ptr<OutgoingPart> part = PartPool::Take(pool_, bytes);
   const ReceivePart local{.first_row = first,
@@ -325,6 +335,7 @@ Status PeerConnection::CheckSendLocked(uint64_t epoch) const {
 }
 
 Status PeerConnection::TakeWindow(uint64_t epoch, int64_t bytes) {
+  QUIRE_DCHECK(bytes > 0);
   std::unique_lock lock(mutex_);
   QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
   if (bytes > std::min(window_bytes_, wire::kPartBytesMax)) {
@@ -343,6 +354,7 @@ Status PeerConnection::TakeWindow(uint64_t epoch, int64_t bytes) {
                   "transfer: " + endpoint_ + " has made no room for " + std::to_string(bytes) +
                       " bytes within send_wait; it takes rows more slowly than they are computed");
   }
+  QUIRE_CHECK(bytes <= window_left_) << "the peer takes this for a breach";
   window_left_ -= bytes;
   return Status();
 }
@@ -381,6 +393,7 @@ Status PeerConnection::OnForwardAborted(std::span<const SendRecord> records) {
 
 Status PeerConnection::OnSendStopped(std::span<const SendRecord> records, const Status& why) {
   return GuardEntry([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckReason("OnSendStopped", why));
     for (const SendRecord& record : records) {
       const uint64_t epoch = record.epoch;
       QUIRE_RETURN_IF_ERROR(Push(
@@ -395,6 +408,8 @@ Status PeerConnection::OnSendStopped(std::span<const SendRecord> records, const 
 void PeerConnection::OnOpen(int64_t window_bytes, const wire::Instance& receiver) {
   {
     const std::lock_guard lock(mutex_);
+    QUIRE_CHECK(!is_open_) << "a connection opens once";
+    QUIRE_DCHECK(window_bytes > 0) << "the decoder of a hello takes none";
     is_open_ = true;
     window_left_ = window_bytes_ = window_bytes;
     receiver_ = receiver;
@@ -411,6 +426,7 @@ void PeerConnection::OnLoad(const TransferLoad& load) {
 
 void PeerConnection::OnRequest(TransferRequest request) {
   const std::lock_guard lock(mutex_);
+  QUIRE_DCHECK(sends_.count(request.map.epoch) == 0) << "an epoch is open twice";
   is_wake_due_ = true;
   sends_.insert(request.map.epoch);
   requests_.push_back(std::move(request));
@@ -439,6 +455,7 @@ void PeerConnection::GiveWindow(int64_t bytes) {
   // Half a window is room for a sender that has waited for some.
   const bool was_small = window_left_ < window_bytes_ / 2;
   window_left_ += bytes;
+  QUIRE_CHECK(window_left_ <= window_bytes_) << "bytes are given back that none has taken";
   is_wake_due_ |= was_small && window_left_ >= window_bytes_ / 2;
   changed_.notify_all();
 }
@@ -468,6 +485,7 @@ void PeerConnection::Run() noexcept {
         timeout = wait.is_ready        ? 0
                   : deadline == kNever ? kNever
                                        : std::max<int64_t>(0, deadline - now);
+        QUIRE_DCHECK(timeout >= 0);
         can_read = wait.is_ready;
       } else {
         Finish(failure);
@@ -543,6 +561,7 @@ void PeerConnection::Finish(const Status& why) noexcept {
   {
     const std::lock_guard lock(mutex_);
     status_ = session_.status();
+    QUIRE_CHECK(!status_.ok()) << "those that wait would wait for ever";
     is_wake_due_ = true;
     commands_.clear();
     changed_.notify_all();

@@ -220,6 +220,18 @@ TEST(PeerConnection, TheLastEndingsAreRemembered) {
   EXPECT_EQ(pair.from->SendStatus(1000).code(), StatusCode::kNotFound);
 }
 
+TEST(PeerConnection, ARequestDoesNotEndForNoReason) {
+  ConnectionPair pair(MakeChannels(false));
+  const auto epoch = pair.Ask(1);
+  ASSERT_TRUE(epoch.ok());
+  EXPECT_EQ(pair.from->Refuse(*epoch, Status()).code(), StatusCode::kBadArgument);
+  const SendRecord record{.epoch = *epoch, .count = 1};
+  EXPECT_EQ(pair.from->OnSendStopped(std::span(&record, 1), Status()).code(),
+            StatusCode::kBadArgument);
+  EXPECT_TRUE(pair.from->SendStatus(*epoch).ok());
+  EXPECT_TRUE(pair.Send(*epoch, 0, 1).ok());
+}
+
 TEST(PeerConnection, LoadsAreHeardOf) {
   ConnectionPair pair(MakeChannels(false));
   ASSERT_TRUE(pair.to->WaitOpen(pair.Soon()).ok());

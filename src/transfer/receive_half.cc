@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "base/checksum.h"
 #include "base/clock.h"
 #include "transfer/part_runs.h"
@@ -35,6 +36,7 @@ void ReceiveHalf::SetReceiver(KVTransfer* receiver) {
            Status(StatusCode::kCancelled, "the receiving cache has left the connection"));
     }
   }
+  QUIRE_CHECK(receiver == nullptr || receiver_ == nullptr) << "parts would go to the wrong cache";
   receiver_ = receiver;
 }
 
@@ -86,6 +88,7 @@ Status ReceiveHalf::Cancel(uint64_t epoch) {
 }
 
 void ReceiveHalf::EndAll(const Status& why) {
+  QUIRE_CHECK(transfers_.empty() || receiver_ != nullptr);
   for (const auto& [epoch, transfer] : transfers_) {
     // NotFound: the reservation is over, and nobody waits.
     static_cast<void>(receiver_->FailReceive(epoch, why));
@@ -96,6 +99,13 @@ void ReceiveHalf::EndAll(const Status& why) {
 }
 
 // ------------------------------------------------------------------------------------------ parts
+
+ReceiveHalf::Parts::iterator ReceiveHalf::Current() {
+  const auto place = parts_.find(current_);
+  QUIRE_CHECK(place != parts_.end()) << "part " << current_ << " went before its data had come";
+  QUIRE_DCHECK(place->second.received < place->second.head.bytes);
+  return place;
+}
 
 Status ReceiveHalf::CheckPart(const wire::TransferPart& part) const {
   if (part.receiver != options_.instance) return Breach("names another instance as the receiver");
@@ -113,6 +123,7 @@ Status ReceiveHalf::CheckPart(const wire::TransferPart& part) const {
     return is_again && is_same ? Status() : Breach("sends a part again that was not asked for");
   }
   if (part.number <= last_number_) return Status();  // asked for again, then dropped
+  QUIRE_DCHECK(waiting_bytes_ >= 0);
   if (part.bytes > options_.window_bytes - waiting_bytes_) {
     return Breach("sends " + std::to_string(part.bytes) + " bytes beyond its window of " +
                   std::to_string(options_.window_bytes));
@@ -124,10 +135,12 @@ Status ReceiveHalf::CheckPart(const wire::TransferPart& part) const {
 }
 
 Status ReceiveHalf::OnPart(const wire::TransferPart& part) {
+  QUIRE_DCHECK(part.number > 0 && part.bytes > 0) << "its decoder takes no such part";
   QUIRE_RETURN_IF_ERROR(CheckPart(part));
   const auto [place, is_unknown] = parts_.try_emplace(part.number);
   const bool is_new = part.number > last_number_;
   Incoming& incoming = place->second;
+  QUIRE_DCHECK(is_unknown || !incoming.runs.empty()) << "what is asked for again has its places";
   incoming.head = part;
   incoming.run = incoming.run_at = 0;
   incoming.received = 0;
@@ -141,6 +154,8 @@ Status ReceiveHalf::OnPart(const wire::TransferPart& part) {
 
 // Without a view its bytes go nowhere: the transfer was cancelled, or ends here.
 void ReceiveHalf::StartPart(Incoming* incoming) {
+  QUIRE_CHECK(receiver_ != nullptr) << "a transfer is open without a receiver";
+  QUIRE_DCHECK(incoming->runs.empty());
   const wire::TransferPart& head = incoming->head;
   Result<ReceiveView> view = receiver_->View(head.epoch, head.layer, head.part);
   if (!view.ok()) return Fail(head.epoch, view.status());
@@ -161,7 +176,7 @@ void ReceiveHalf::StartPart(Incoming* incoming) {
 
 Status ReceiveHalf::OnDataFrame(const wire::TransferData& data, size_t bytes) {
   if (current_ == 0 || data.part != current_) return Breach("sends data of no part that began");
-  const Incoming& incoming = parts_.find(current_)->second;
+  const Incoming& incoming = Current()->second;
   if (data.offset != incoming.received ||
       static_cast<int64_t>(bytes) > incoming.head.bytes - incoming.received) {
     return Breach("goes on elsewhere than where a part stopped");
@@ -170,7 +185,8 @@ Status ReceiveHalf::OnDataFrame(const wire::TransferData& data, size_t bytes) {
 }
 
 void ReceiveHalf::DataPlaces(size_t count, std::vector<std::span<std::byte>>* places) {
-  const Incoming& incoming = parts_.find(current_)->second;
+  const Incoming& incoming = Current()->second;
+  QUIRE_DCHECK(static_cast<int64_t>(count) <= incoming.head.bytes - incoming.received);
   if (incoming.runs.empty()) {
     nowhere_.resize(kNowhereBytes);
     places->push_back(std::span(nowhere_).first(std::min(count, nowhere_.size())));
@@ -182,13 +198,16 @@ void ReceiveHalf::DataPlaces(size_t count, std::vector<std::span<std::byte>>* pl
     places->push_back(rest.first(std::min(count, rest.size())));
     count -= places->back().size();
   }
+  QUIRE_DCHECK(count == 0) << "the part's places have fewer bytes than the part";
 }
 
 Status ReceiveHalf::OnData(size_t count) {
-  const auto place = parts_.find(current_);
+  const auto place = Current();
   Incoming& incoming = place->second;
+  QUIRE_CHECK(static_cast<int64_t>(count) <= incoming.head.bytes - incoming.received);
   incoming.received += static_cast<int64_t>(count);
   while (count > 0 && !incoming.runs.empty()) {
+    QUIRE_CHECK(incoming.run < incoming.runs.size()) << "bytes have come for which no place was";
     const std::span<std::byte> rest = incoming.runs[incoming.run].subspan(incoming.run_at);
     const size_t here = std::min(count, rest.size());
     incoming.crc = Crc32c(rest.data(), here, incoming.crc);
@@ -204,12 +223,15 @@ Status ReceiveHalf::OnData(size_t count) {
 
 void ReceiveHalf::FinishPart(Parts::iterator place) {
   Incoming& incoming = place->second;
+  QUIRE_DCHECK(current_ == place->first);
+  QUIRE_DCHECK(!incoming.is_verified) << "it came again without being asked for";
   current_ = 0;
   if (incoming.runs.empty()) {
     Credit(place->first, false);
     parts_.erase(place);
     return;
   }
+  QUIRE_DCHECK(incoming.run == incoming.runs.size()) << "places were left out";
   if (incoming.crc != incoming.head.digest) {
     if (++incoming.damaged < kDamagedMax) return Credit(place->first, true);
     const std::string times = std::to_string(incoming.damaged);
@@ -227,6 +249,7 @@ void ReceiveHalf::FinishPart(Parts::iterator place) {
 }
 
 void ReceiveHalf::CompletePart(Parts::iterator place) {
+  QUIRE_CHECK(place->second.is_verified) << "rows would count that are not those that were sent";
   const wire::TransferPart head = place->second.head;
   parts_.erase(place);
   const Status status = receiver_->Complete(head.epoch, head.layer, head.part, head.digest);
@@ -234,9 +257,12 @@ void ReceiveHalf::CompletePart(Parts::iterator place) {
 }
 
 void ReceiveHalf::Credit(uint64_t number, bool wants_again) {
-  if (!wants_again) waiting_bytes_ -= parts_.find(number)->second.head.bytes;
+  const auto place = parts_.find(number);
+  QUIRE_CHECK(place != parts_.end()) << "part " << number << " went before it was confirmed";
   writer_->QueueUrgent(TransferOpcode::kCredit,
                        wire::Encode(wire::TransferCredit{number, wants_again}));
+  if (!wants_again) waiting_bytes_ -= place->second.head.bytes;
+  QUIRE_DCHECK(waiting_bytes_ >= 0) << "a part was confirmed twice";
 }
 
 Status ReceiveHalf::OnRecord(const wire::TransferRecord& record) {
@@ -292,6 +318,7 @@ void ReceiveHalf::End(uint64_t epoch, const Status& why) {
 }
 
 void ReceiveHalf::Fail(uint64_t epoch, const Status& why) {
+  QUIRE_DCHECK(!why.ok());
   static_cast<void>(receiver_->FailReceive(epoch, why));
   End(epoch, why);
 }
@@ -314,6 +341,7 @@ void ReceiveHalf::Tick(int64_t now_ns) {
 
 // A reservation that was committed or cancelled wants nothing more.
 void ReceiveHalf::PollReservations(int64_t now_ns) {
+  QUIRE_CHECK(transfers_.empty() || receiver_ != nullptr);
   next_poll_ns_ = now_ns + options_.poll_ns;
   for (auto place = transfers_.begin(); place != transfers_.end();) {
     const uint64_t epoch = (place++)->first;

@@ -26,6 +26,10 @@ namespace quire {
 
 // One thread at a time. An error of a method that takes a peer's message is the peer's breach of
 // the protocol: the connection ends.
+//
+// Invariants:
+// - While a transfer is open, there is a receiver.
+// - waiting_bytes_ are those of the parts that are not verified.
 class ReceiveHalf {
  public:
   struct Options {
@@ -81,6 +85,8 @@ class ReceiveHalf {
   };
   using Parts = std::map<uint64_t, Incoming>;
 
+  // REQUIRES: a part has begun, and not all of its data have come.
+  Parts::iterator Current();
   Status CheckPart(const wire::TransferPart& part) const;
   void StartPart(Incoming* incoming);
   void FinishPart(Parts::iterator place);

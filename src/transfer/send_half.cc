@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/check.h"
 #include "base/clock.h"
 
 namespace quire {
@@ -17,6 +18,7 @@ constexpr size_t kTransfersOpenMax = 1024;
 constexpr int64_t kRequestBytesMax = int64_t{64} << 20;
 
 int64_t UntilAfter(int64_t now_ns, int64_t ns) {
+  QUIRE_DCHECK(now_ns >= 0 && ns >= 0);
   return ns > kNever - now_ns ? kNever : now_ns + ns;
 }
 
@@ -32,6 +34,7 @@ Status ReceiverBreach(const std::string& what) {
 
 void SendHalf::SendPart(std::shared_ptr<OutgoingPart> part) {
   if (transfers_.count(part->head.epoch) == 0) return owner_->OnPartTaken(*part);
+  QUIRE_DCHECK(part->head.number == 0) << "the part was sent before";
   part->head.number = ++last_number_;
   ++parts_sent;
   bytes_sent += part->head.bytes;
@@ -45,6 +48,7 @@ void SendHalf::SendRecord(const wire::TransferRecord& record) {
 }
 
 void SendHalf::Stop(uint64_t epoch, const Status& why) {
+  QUIRE_DCHECK(!why.ok());
   if (transfers_.count(epoch) == 0) return;
   writer_->Queue(TransferOpcode::kStop, wire::EncodeEnd(epoch, why));
   End(epoch, why);
@@ -67,12 +71,15 @@ void SendHalf::End(uint64_t epoch, const Status& why) {
     owner_->OnPartTaken(*part->second);
     parts_.erase(part);
   }
+  QUIRE_DCHECK(place->second.bytes <= request_bytes_) << "bytes are given back that none has taken";
   request_bytes_ -= place->second.bytes;
   transfers_.erase(place);
   owner_->OnSendOver(epoch, why);
 }
 
 Status SendHalf::TakeBytes(int64_t bytes) {
+  QUIRE_DCHECK(bytes > 0);
+  QUIRE_DCHECK(request_bytes_ >= 0 && request_bytes_ <= kRequestBytesMax);
   if (bytes > kRequestBytesMax - request_bytes_ ||
       transfers_.size() + jobs_.size() >= kTransfersOpenMax) {
     return ReceiverBreach("asks for more than " + std::to_string(kTransfersOpenMax) +
@@ -124,6 +131,7 @@ Status SendHalf::OnCredit(const wire::TransferCredit& credit) {
     return Status();
   }
   const std::shared_ptr<OutgoingPart> part = std::move(place->second);
+  QUIRE_DCHECK(part->head.number == credit.number);
   parts_.erase(place);
   owner_->OnPartTaken(*part);
   return Status();

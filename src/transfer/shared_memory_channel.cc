@@ -20,6 +20,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/check.h"
 #include "transfer/byte_channel.h"
 
 namespace quire {
@@ -27,6 +28,7 @@ namespace {
 
 // A few frames: enough that both sides work at the same time, few enough to stay in the last cache.
 constexpr size_t kRingBytes = size_t{4} << 20;
+static_assert((kRingBytes & (kRingBytes - 1)) == 0, "a position's place must survive 2^64");
 constexpr size_t kLine = 64;
 
 // What both sides write to; a line each, so that they do not take it from each other for nothing.
@@ -43,6 +45,8 @@ struct Ring {
   std::byte bytes[kRingBytes];
 };
 constexpr size_t kSharedBytes = 2 * sizeof(Ring);
+static_assert(sizeof(RingControl) == 4 * kLine, "both sides must see the same layout");
+static_assert(sizeof(Ring) == sizeof(RingControl) + kRingBytes, "both sides, again");
 
 constexpr int kSealsNeeded = F_SEAL_SHRINK | F_SEAL_GROW;
 
@@ -76,7 +80,11 @@ class SharedRings {
     return rings;
   }
   bool is_open() const { return rings_ != nullptr; }
-  Ring& operator[](int i) const { return rings_[i]; }
+  Ring& operator[](int i) const {
+    QUIRE_DCHECK(is_open());
+    QUIRE_DCHECK(i == 0 || i == 1);
+    return rings_[i];
+  }
 
  private:
   Ring* rings_ = nullptr;
@@ -85,6 +93,7 @@ class SharedRings {
 // Copies between a ring, from position `at` on, and plain memory.
 template <typename F>
 void ForEachPiece(Ring& ring, uint64_t at, size_t count, F&& f) {
+  QUIRE_DCHECK(count <= kRingBytes) << "bytes would be written over that are not read";
   while (count > 0) {
     const size_t offset = static_cast<size_t>(at % kRingBytes);
     const size_t piece = std::min(count, kRingBytes - offset);
@@ -247,6 +256,7 @@ Status SharedMemory::TakeMemory(int fd) {
   if (static_cast<size_t>(info.st_size) != kSharedBytes)
     return Refused("passes memory of another size; is it of another version?");
   QUIRE_ASSIGN_OR_RETURN(rings_, SharedRings::Map(fd));
+  QUIRE_DCHECK(written_at_ == 0 && read_at_ == 0) << "bytes went before there were rings";
   return Status();
 }
 
@@ -261,6 +271,7 @@ Status PassMemory(const Socket& socket, int fd) {
   message.msg_control = control;
   message.msg_controllen = sizeof(control);
   cmsghdr* const head = CMSG_FIRSTHDR(&message);
+  QUIRE_CHECK(head != nullptr) << "the control bytes have no room for a descriptor";
   head->cmsg_level = SOL_SOCKET;
   head->cmsg_type = SCM_RIGHTS;
   head->cmsg_len = CMSG_LEN(sizeof(int));

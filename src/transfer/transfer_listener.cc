@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/blocked_signals.h"
+#include "base/check.h"
 #include "base/guard.h"
 #include "transfer/peer_connection.h"
 
@@ -103,6 +104,7 @@ class SocketListener final : public TransferListener {
   }
 
   Status AcceptOne() {
+    QUIRE_DCHECK(accepted_.size() + opening_.size() < peers_max_);
     Result<Socket> socket = listener_.Accept();
     if (!socket.ok() || !socket->is_open()) return socket.status();
     std::unique_ptr<ByteChannel> channel = endpoint_.is_unix

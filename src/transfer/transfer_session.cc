@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/check.h"
 #include "base/clock.h"
 #include "chunk/sha256.h"
 #include "transfer/passport_match.h"
@@ -58,6 +59,8 @@ TransferSession::TransferSession(Owner* owner, Options options, int64_t now_ns)
       heard_ns_(now_ns),
       sent_ns_(now_ns),
       end_deadline_ns_(Moment(now_ns, options_.dead_after_ns)) {
+  QUIRE_CHECK(options_.heartbeat_ns > 0 && options_.dead_after_ns > 0 && options_.lease_ns > 0);
+  QUIRE_CHECK(options_.window_bytes > 0) << "no part could come";
   writer_.Queue(TransferOpcode::kHello, wire::Encode(own_hello_));
 }
 
@@ -151,6 +154,9 @@ void TransferSession::Lose(const Status& why) {
 }
 
 void TransferSession::End(const Status& why) {
+  QUIRE_CHECK(!why.ok()) << "a thread that waits would take it for success";
+  QUIRE_DCHECK(state_ == State::kEnding || state_ == State::kOver);
+  QUIRE_DCHECK(status_.ok()) << "it has ended before";
   status_ = why;
   receives_.EndAll(why);
   sends_.EndAll(why);
@@ -225,6 +231,8 @@ Status TransferSession::OnProve(std::span<const std::byte> head) {
 
 // A peer without the secret does not even learn the model's name.
 void TransferSession::SendPassport() {
+  QUIRE_DCHECK(state_ == (own_hello_.has_secret ? State::kProve : State::kHello))
+      << "the peer has not shown the secret";
   const auto bytes = std::as_bytes(std::span(options_.passport.data(), options_.passport.size()));
   writer_.Queue(TransferOpcode::kPassport, {bytes.begin(), bytes.end()});
   state_ = State::kPassport;
@@ -303,6 +311,7 @@ Status TransferSession::OnMessage(const wire::TransferHeader& header,
 }
 
 void TransferSession::DataPlaces(size_t count, std::vector<std::span<std::byte>>* places) {
+  QUIRE_DCHECK(state_ == State::kOpen) << "no data are taken before and after";
   receives_.DataPlaces(count, places);
 }
 

@@ -1,7 +1,7 @@
-// CacheTransfer: the KVTransfer of a paged cache. It takes each call through the cache's gate,
-// finds the sequence, and hands the call to the sender or the receiver, which it owns. As a part of
-// a composite state, the cache receives what that state's receiver reserves, and sends what its
-// sender has marked: these calls, too, come through the gate.
+// CacheTransfer: what of transfers is a paged cache's. Alone, it is the cache's KVTransfer, of
+// which it has the receiver, the sender and the rules. As a part of a composite state, the cache
+// receives what that state's receiver reserves, and sends what its sender has marked: these calls,
+// too, come through the cache's gate, and those of KVTransfer are BadState.
 #ifndef QUIRE_KV_CACHE_CACHE_TRANSFER_H_
 #define QUIRE_KV_CACHE_CACHE_TRANSFER_H_
 
@@ -18,8 +18,7 @@
 #include "kv/cache/kv_sender.h"
 #include "kv/cache/paged_sequences.h"
 #include "kv/cache/window_book.h"
-#include "kv/transfer/arrivals.h"
-#include "kv/transfer/pending_receives.h"
+#include "kv/transfer/transfer_calls.h"
 #include "kv/transfer/transfer_receiver.h"
 #include "kv/transfer/transfer_sender.h"
 #include "quire/kv_transfer.h"
@@ -28,7 +27,7 @@
 
 namespace quire {
 
-class CacheTransfer final : public Arrivals, public ReceivingPart, public SendingPart {
+class CacheTransfer final : public TransferCalls, public ReceivingPart, public SendingPart {
  public:
   // All must outlive it. `runner` runs what Complete has to do, on any thread.
   CacheTransfer(const CountingGate& gate, PagedSequences& kv, KVImporter& importer,
@@ -44,17 +43,6 @@ class CacheTransfer final : public Arrivals, public ReceivingPart, public Sendin
     rows_.Clear();
     pages_.Clear();
   }
-
-  Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) override;
-  Status DisaggCommitRecv(uint64_t epoch, int64_t n) override;
-  Status DisaggCancelRecv(uint64_t epoch) override;
-  Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
-  Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
-                        int64_t peer, int64_t rank, int64_t first_row) override;
-  Status DisaggUnmarkSend(int64_t seq_id) override;
-  Result<int64_t> DisaggDetachSend(int64_t seq_id) override;
-  Status DisaggFlushSend(int64_t seq_id) override;
-  Result<SendProgress> GetSendProgress(int64_t seq_id) const override;
 
   // ---- ReceivingPart, for the receiver of a composite state.
   std::vector<TransferLayer> receive_layers() override { return pages_.receive_layers(); }
@@ -81,9 +69,16 @@ class CacheTransfer final : public Arrivals, public ReceivingPart, public Sendin
   Status Send(SendMark* mark, int64_t begin, int64_t end) override;
 
  private:
-  PendingReceives& arriving() noexcept override { return receiver_.receives(); }
-  const PendingReceives& arriving() const noexcept override { return receiver_.receives(); }
-  Status RequireAlone(const char* call) const;
+  // ---- The rules of TransferCalls.
+  Status Open(const char* call) const override;
+  void Close() const noexcept override { gate_.Close(); }
+  Status RequireIdle(const char* call) const override { return kv_.control.RequireIdle(call); }
+  Status RequireSequence(const char* call, int64_t seq_id) const override {
+    return kv_.control.Find(call, seq_id).status();
+  }
+  Status RequireNotInForward(const char* call, int64_t seq_id) const override {
+    return kv_.control.FindOutsideBatch(call, seq_id).status();
+  }
 
   const CountingGate& gate_;
   const PagedSequences& kv_;

@@ -56,6 +56,8 @@ Result<ReservePlan> KVReceiver::PlanReserve(const char* call, int64_t seq_id, in
 }
 
 void KVReceiver::CommitReserve(const ReceiveShare& share) noexcept {
+  QUIRE_DCHECK(index_ != SequenceTable::kAbsent && kv_.control[index_].id == share.seq_id);
+  QUIRE_DCHECK(kv_.control[index_].reserved == 0) << "a sequence has one reservation at most";
   importer_.Commit(index_, &reserve_.plan);
   for (size_t g = 0; g < kv_.groups.size(); ++g) {
     std::ranges::copy(reserve_.plan.group(static_cast<int>(g)).imports.targets,
@@ -104,6 +106,7 @@ void KVReceiver::StoreReceived(const TokenSlots& slots, int64_t layer, int64_t f
 Status KVReceiver::PlanTake(const char* /*call*/, const ReceiveShare& share, int64_t n) {
   index_ = kv_.control.table().Find(share.seq_id);
   QUIRE_DCHECK(index_ != SequenceTable::kAbsent) << "a reservation is left of no sequence";
+  QUIRE_DCHECK(kv_.control[index_].receive == share.epoch);
   taken_ = n;
   return Status();
 }

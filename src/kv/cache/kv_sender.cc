@@ -23,8 +23,14 @@ int64_t KVSender::send_bytes() const {
   return bytes;
 }
 
+const Sequence& KVSender::SequenceOf(int64_t seq_id) const {
+  const int32_t index = kv_.control.table().Find(seq_id);
+  QUIRE_CHECK(index != SequenceTable::kAbsent) << "sequence " << seq_id << " went before its mark";
+  return kv_.control[index];
+}
+
 uint64_t KVSender::SendLayout(int64_t seq_id) const {
-  return kv_.TransferLayout(kv_.control[kv_.control.table().Find(seq_id)].long_factors);
+  return kv_.TransferLayout(SequenceOf(seq_id).long_factors);
 }
 
 // The caller rotates for latent layers.
@@ -35,14 +41,14 @@ bool KVSender::binds_positions() const {
 }
 
 Status KVSender::CheckHeld(const char* call, int64_t seq_id, int64_t begin, int64_t end) const {
-  const Sequence& sequence = kv_.control[kv_.control.table().Find(seq_id)];
+  const Sequence& sequence = SequenceOf(seq_id);
   for (int g = 0; g < kv_.tree.group_count(); ++g)
     QUIRE_RETURN_IF_ERROR(kv_.CheckHeld(call, sequence, g, begin, end));
   return Status();
 }
 
 int64_t KVSender::SendableLength(int64_t seq_id) const {
-  return kv_.CommittedLength(kv_.control[kv_.control.table().Find(seq_id)]);
+  return kv_.CommittedLength(SequenceOf(seq_id));
 }
 
 void KVSender::Clear() noexcept {
@@ -64,7 +70,7 @@ void KVSender::SendMembers(int64_t layer, const ForwardPlan& plan) noexcept {
 
 Status KVSender::Send(SendMark* mark, int64_t begin, int64_t end) {
   QUIRE_DCHECK(begin == mark->next);
-  const Sequence& sequence = kv_.control[kv_.control.table().Find(mark->seq_id)];
+  const Sequence& sequence = SequenceOf(mark->seq_id);
   for (size_t l = 0; l < kv_.options.layers.size(); ++l)
     SendRows(mark, sequence, static_cast<int64_t>(l), end);
   return mark->failure;

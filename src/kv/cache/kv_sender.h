@@ -61,6 +61,8 @@ class KVSender final : public SendingPart {
   }
 
  private:
+  // REQUIRES: it exists.
+  const Sequence& SequenceOf(int64_t seq_id) const;
   void SendMembers(int64_t layer, const ForwardPlan& plan) noexcept;
   void SendRows(SendMark* mark, const Sequence& sequence, int64_t layer, int64_t end) noexcept;
   Result<LayerKV> Read(const Sequence& sequence, int64_t layer, int64_t begin, int64_t end);

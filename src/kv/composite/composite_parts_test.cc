@@ -258,6 +258,31 @@ TEST(CompositeParts, EveryPartIsTransferred) {
   }
 }
 
+TEST(CompositeParts, RowsAreCommittedInAForwardAndStatesAreNot) {
+  for (const bool with_recurrent : {true, false}) {
+    const Transferring pair(true, with_recurrent);
+    CompositeState& s = *pair.to.state;
+    KVTransfer& transfer = *s.transfer();
+    ASSERT_TRUE(pair.Mark().ok());
+    pair.from.Run(0, Text(9));
+    ASSERT_TRUE(s.AddSequence(6).ok());
+    ASSERT_TRUE(s.BeginForward(Ids{6}, Ids{2}).ok());
+    const uint64_t digest = s.StateDigest();
+    const Status within = transfer.DisaggCommitRecv(pair.map.epoch, 9);
+    if (with_recurrent) {
+      ExpectRefused(pair.to, StatusCode::kBadState, within, digest);
+    } else {
+      EXPECT_TRUE(within.ok()) << within.ToString();
+    }
+    pair.to.RunLayers(Text(2));
+    ASSERT_TRUE(s.EndForward().ok());
+    const Status after = transfer.DisaggCommitRecv(pair.map.epoch, 9);
+    EXPECT_EQ(after.code(), with_recurrent ? StatusCode::kOk : StatusCode::kNotFound);
+    pair.to.ExpectLength(5, 9);
+    pair.to.ExpectLength(6, 2);
+  }
+}
+
 TEST(CompositeParts, AReservationIsOfAllCachesOrOfNone) {
   for (const bool with_recurrent : {true, false}) {
     const Joined joined(true, with_recurrent);
@@ -310,6 +335,12 @@ TEST(CompositeParts, APartAloneTransfersNothing) {
   EXPECT_EQ(part.DisaggPrepareRecv(0, 2).status().code(), StatusCode::kBadState);
   EXPECT_EQ(part.DisaggMarkSend(0, 0, {}, 0, 0).code(), StatusCode::kBadState);
   EXPECT_EQ(part.SetLayerSink(nullptr).code(), StatusCode::kBadState);
+  EXPECT_EQ(part.DisaggCommitRecv(1, 0).code(), StatusCode::kBadState);
+  EXPECT_EQ(part.DisaggCancelRecv(1).code(), StatusCode::kBadState);
+  EXPECT_EQ(part.DisaggUnmarkSend(0).code(), StatusCode::kBadState);
+  EXPECT_EQ(part.DisaggDetachSend(0).status().code(), StatusCode::kBadState);
+  EXPECT_EQ(part.DisaggFlushSend(0).code(), StatusCode::kBadState);
+  EXPECT_EQ(part.GetSendProgress(0).status().code(), StatusCode::kBadState);
   // Its state goes: what is reserved there is given back, and the part is its own again.
   ASSERT_TRUE(joined.state->transfer()->DisaggPrepareRecv(0, 2).ok());
   joined.state.reset();
@@ -318,6 +349,65 @@ TEST(CompositeParts, APartAloneTransfersNothing) {
   EXPECT_TRUE(part.DisaggPrepareRecv(0, 2).ok());
   EXPECT_TRUE(part.SetLayerSink(nullptr).ok());
   EXPECT_TRUE(joined.second->CheckInvariants().ok());
+}
+
+// All calls of a transfer that its state's gate keeps apart, made as a forward ends.
+class CallingSink final : public LayerSink {
+ public:
+  CallingSink(KVTransfer& transfer, ReceiveMap map) : transfer_(transfer), map_(std::move(map)) {}
+
+  Status OnLayerAppended(int64_t, std::span<const SendRange>) override { return Status(); }
+  Status OnForwardEnded(std::span<const SendRecord>) override {
+    answers = {transfer_.DisaggPrepareRecv(0, 1).status(),
+               transfer_.DisaggCommitRecv(1, 0),
+               transfer_.DisaggCancelRecv(1),
+               transfer_.SetLayerSink(nullptr),
+               transfer_.DisaggMarkSend(0, 0, std::span(&map_, 1), kPeer, 0),
+               transfer_.DisaggUnmarkSend(0),
+               transfer_.DisaggDetachSend(0).status(),
+               transfer_.DisaggFlushSend(0),
+               transfer_.GetSendProgress(0).status()};
+    return Status();
+  }
+  Status OnForwardAborted(std::span<const SendRecord>) override { return Status(); }
+  Status OnSendStopped(std::span<const SendRecord>, const Status&) override { return Status(); }
+
+  std::vector<Status> answers;
+
+ private:
+  KVTransfer& transfer_;
+  const ReceiveMap map_;
+};
+
+TEST(CompositeParts, NoTransferCallComesWithinAnotherCall) {
+  for (const bool is_composite : {true, false}) {
+    SCOPED_TRACE(is_composite);
+    const Joined from, to;
+    const std::shared_ptr<AttentionKVCache> cache = MakeFirst(), receiver = MakeFirst();
+    KVState& state = is_composite ? static_cast<KVState&>(*from.state) : *cache;
+    KVTransfer& transfer = is_composite ? *from.state->transfer() : *cache->transfer();
+    KVState& other = is_composite ? static_cast<KVState&>(*to.state) : *receiver;
+    ASSERT_TRUE(state.AddSequence(0).ok());
+    ASSERT_TRUE(other.AddSequence(0).ok());
+    const ReceiveMap map =
+        *(is_composite ? to.state->transfer() : receiver->transfer())->DisaggPrepareRecv(0, 2);
+    const auto sink = std::make_shared<CallingSink>(transfer, map);
+    ASSERT_TRUE(transfer.SetLayerSink(sink).ok());
+    ASSERT_TRUE(transfer.DisaggMarkSend(0, 0, std::span(&map, 1), kPeer, 0).ok());
+    ASSERT_TRUE(state.BeginForward(Ids{0}, Ids{2}).ok());
+    if (is_composite) {
+      from.RunLayers(Text(2));
+    } else {
+      RunLayersOf(*cache, Text(2));
+    }
+    ASSERT_TRUE(state.EndForward().ok());
+    ASSERT_EQ(sink->answers.size(), 9U);
+    for (const Status& answer : sink->answers) {
+      EXPECT_EQ(answer.code(), StatusCode::kBadState);
+      EXPECT_NE(answer.message().find("another call"), std::string::npos) << answer.ToString();
+    }
+    EXPECT_EQ(transfer.GetSendProgress(0)->sent, 2);
+  }
 }
 
 TEST(CompositeParts, SeveralCachesLoadNothing) {

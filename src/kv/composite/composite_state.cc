@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "base/checksum.h"
 #include "kv/composite/joint_transfer.h"
 #include "kv/control/call_gate.h"
@@ -98,6 +99,9 @@ Status JointState::RunOnAll(const ControlCall& call) {
   QUIRE_RETURN_IF_ERROR(status);
   planned.Commit();
   transfer_.Finish(call);
+  QUIRE_DCHECK(std::ranges::all_of(all_, [&](const StatePart& part) {
+    return part.Ask([](const auto& s) { return s.sequence_count(); }) == sequence_count();
+  })) << "the parts hold different sequences";
   return Status();
 }
 
@@ -220,6 +224,7 @@ Result<int64_t> JointState::ReplayStart(int64_t seq_id, int64_t position) const 
     for (const auto& part : parts_.recurrent) {
       QUIRE_ASSIGN_OR_RETURN(position, part->ReplayStart(seq_id, position));
     }
+    QUIRE_DCHECK(position <= reached) << "the search would not end";
   }
   return position;
 }

@@ -11,12 +11,14 @@ namespace quire {
 
 JointTransfer::JointTransfer(const CompositeState& state, std::span<PlannedState* const> planned,
                              const CallGate& gate)
-    : state_(state),
+    : TransferCalls(receiver_, sender_),
+      state_(state),
       parts_(state.parts()),
       gate_(gate),
       states_(parts_, planned),
       receiver_(PartsAs<ReceivingPart>()),
       sender_(PartsAs<SendingPart>()) {
+  QUIRE_CHECK(planned.size() == parts_.recurrent.size());
   for (ReceivingPart* const part : PartsAs<ReceivingPart>()) part->SetReceiver(&receiver_);
   int64_t first_layer = 0;
   for (SendingPart* const part : PartsAs<SendingPart>()) {
@@ -58,9 +60,14 @@ Status JointTransfer::RequireIdle(const char* call) const {
   return in_forward_ ? ForwardIsOpen(call) : Status();
 }
 
-Status JointTransfer::RequireIdle(const char* call, int64_t seq_id) const {
+Status JointTransfer::RequireSequence(const char* call, int64_t seq_id) const {
+  return state_.HasSequence(seq_id) ? Status() : NoSuchSequence(call, seq_id);
+}
+
+// Only the parts know which sequences are in the batch.
+Status JointTransfer::RequireNotInForward(const char* call, int64_t seq_id) const {
   QUIRE_RETURN_IF_ERROR(RequireIdle(call));
-  return state_.GetSequenceLength(seq_id).status();
+  return RequireSequence(call, seq_id);
 }
 
 // ---------------------------------------------------------------------- the composite's calls
@@ -96,13 +103,16 @@ void JointTransfer::Finish(const ControlCall& call) noexcept {
   switch (call.kind) {
     case Kind::kBegin:
     case Kind::kBeginTree:
+      QUIRE_DCHECK(!in_forward_) << "the parts take no forward within another one";
       in_forward_ = true;
       break;
     case Kind::kEnd:
+      QUIRE_DCHECK(in_forward_) << "a part has ended a forward that was not begun here";
       in_forward_ = false;
       sender_.FinishForward(SendMarks::Outcome::kEnded);
       break;
     case Kind::kAbort:
+      QUIRE_DCHECK(in_forward_) << "a part has ended a forward that was not begun here";
       in_forward_ = false;
       sender_.FinishForward(SendMarks::Outcome::kAborted);
       break;
@@ -132,81 +142,6 @@ void JointTransfer::Finish(const ControlCall& call) noexcept {
 void JointTransfer::AppendFacts(std::vector<int64_t>* facts) const {
   sender_.AppendAllFacts(facts);
   receiver_.receives().AppendFacts(facts);
-}
-
-// ---------------------------------------------------------------------- receiving
-
-Result<ReceiveMap> JointTransfer::DisaggPrepareRecv(int64_t seq_id, int64_t count) {
-  const char* const call = "DisaggPrepareRecv";
-  return gate_.Enter(call, [&]() -> Result<ReceiveMap> {
-    QUIRE_RETURN_IF_ERROR(RequireIdle(call, seq_id));
-    return receiver_.Prepare(call, seq_id, count);
-  });
-}
-
-Status JointTransfer::DisaggCommitRecv(uint64_t epoch, int64_t n) {
-  const char* const call = "DisaggCommitRecv";
-  return gate_.Enter(call, [&]() -> Status {
-    if (n != 0) QUIRE_RETURN_IF_ERROR(RequireIdle(call));  // states are imported
-    return receiver_.Commit(call, epoch, n);
-  });
-}
-
-Status JointTransfer::DisaggCancelRecv(uint64_t epoch) {
-  const char* const call = "DisaggCancelRecv";
-  return gate_.Enter(call, [&] { return receiver_.Cancel(call, epoch); });
-}
-
-// ---------------------------------------------------------------------- sending
-
-Status JointTransfer::SetLayerSink(std::shared_ptr<LayerSink> sink) {
-  const char* const call = "SetLayerSink";
-  return gate_.Enter(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireIdle(call));
-    return sender_.SetSink(std::move(sink));
-  });
-}
-
-Status JointTransfer::DisaggMarkSend(int64_t seq_id, int64_t begin,
-                                     std::span<const ReceiveMap> maps, int64_t peer, int64_t rank,
-                                     int64_t first_row) {
-  const char* const call = "DisaggMarkSend";
-  return gate_.Enter(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireIdle(call, seq_id));
-    return sender_.Mark(seq_id, begin, maps, peer, rank, first_row);
-  });
-}
-
-Status JointTransfer::DisaggUnmarkSend(int64_t seq_id) {
-  const char* const call = "DisaggUnmarkSend";
-  return gate_.Enter(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireIdle(call, seq_id));
-    return sender_.Unmark(call, seq_id);
-  });
-}
-
-Result<int64_t> JointTransfer::DisaggDetachSend(int64_t seq_id) {
-  const char* const call = "DisaggDetachSend";
-  return gate_.Enter(call, [&]() -> Result<int64_t> {
-    QUIRE_RETURN_IF_ERROR(RequireIdle(call, seq_id));
-    return sender_.Detach(call, seq_id);
-  });
-}
-
-Status JointTransfer::DisaggFlushSend(int64_t seq_id) {
-  const char* const call = "DisaggFlushSend";
-  return gate_.Enter(call, [&]() -> Status {
-    QUIRE_RETURN_IF_ERROR(RequireIdle(call, seq_id));
-    return sender_.Flush(call, seq_id);
-  });
-}
-
-Result<SendProgress> JointTransfer::GetSendProgress(int64_t seq_id) const {
-  const char* const call = "GetSendProgress";
-  return gate_.Enter(call, [&]() -> Result<SendProgress> {
-    QUIRE_RETURN_IF_ERROR(state_.GetSequenceLength(seq_id).status());
-    return sender_.Progress(call, seq_id);
-  });
 }
 
 }  // namespace quire

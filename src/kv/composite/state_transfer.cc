@@ -66,6 +66,7 @@ Status StateTransfer::PlanImport(PlannedParts& parts, int64_t seq_id, int64_t po
   return parts.Plan([&](size_t part) {
     const size_t begin = next;
     while (next < states_.size() && states_[next].part == part) ++next;
+    QUIRE_DCHECK(next == states_.size() || states_[next].part > part) << "states are by parts";
     call.states = std::span(states).subspan(begin, next - begin);
     return call;
   });
@@ -74,6 +75,7 @@ Status StateTransfer::PlanImport(PlannedParts& parts, int64_t seq_id, int64_t po
 // What would refuse the import refuses the reservation.
 Result<ReservePlan> StateTransfer::PlanReserve(const char* call, int64_t seq_id, int64_t count) {
   QUIRE_DCHECK(!planned_.empty());
+  QUIRE_DCHECK(!import_.has_value()) << "a commit is planned";
   QUIRE_ASSIGN_OR_RETURN(const int64_t length, parts_.recurrent.front()->GetSequenceLength(seq_id));
   QUIRE_RETURN_IF_ERROR(CheckReceiveCount(call, seq_id, length, count));
   const std::vector<std::byte> zeros(static_cast<size_t>(send_bytes()));
@@ -109,6 +111,7 @@ int64_t StateTransfer::SendableLength(int64_t seq_id) const {
 }
 
 Status StateTransfer::Send(SendMark* mark, int64_t /*begin*/, int64_t end) {
+  QUIRE_CHECK(sender_ != nullptr) << "no sender has marked what is sent";
   if (!sender_->IsStored(*mark, end - 1)) return Status();
   std::byte* const memory = sender_->rows_memory();
   for (size_t i = 0; i < states_.size(); ++i) {

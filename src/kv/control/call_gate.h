@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/check.h"
 #include "base/guard.h"
 #include "quire/status.h"
 
@@ -44,6 +45,7 @@ class CallGate {
     return Status();
   }
   void Close() const noexcept {
+    QUIRE_DCHECK(busy_.load(std::memory_order_relaxed)) << "no call is inside";
     asking_.unlock();
     busy_.store(false, std::memory_order_release);
   }

@@ -72,6 +72,7 @@ class PlannedHalves {
   // plan(part) -> Status: the first half of the part with that index.
   template <typename F>
   Status PlanEach(F&& plan) {
+    QUIRE_DCHECK(count_ == 0) << "another call is planned";
     for (size_t part = 0; part < parts_.size(); ++part) {
       QUIRE_RETURN_IF_ERROR(plan(part));
       ++count_;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -20,12 +22,16 @@ Status ForwardIsOpen(const char* call) {
              "a forward is open; end it with EndForward or AbortForward first");
 }
 
+Status NoSuchSequence(const char* call, int64_t seq_id) {
+  return Status(StatusCode::kUnknownSequence, OfSequence(call, seq_id) + "does not exist");
+}
+
 // ---------------------------------------------------------------------- sequences
 
 Result<int32_t> SequenceControl::Find(const char* call, int64_t seq_id) const {
   const int32_t index = table_.Find(seq_id);
   if (index != SequenceTable::kAbsent) return index;
-  return Status(StatusCode::kUnknownSequence, OfSequence(call, seq_id) + "does not exist");
+  return NoSuchSequence(call, seq_id);
 }
 
 Result<int32_t> SequenceControl::FindOutsideBatch(const char* call, int64_t seq_id) const {
@@ -48,6 +54,7 @@ Status SequenceControl::CheckNew(const char* call, int64_t seq_id) const {
 }
 
 Status SequenceControl::CheckRoomForActive(const char* call, int64_t seq_id) const {
+  QUIRE_DCHECK(active_count() <= max_num_sequences_);
   if (active_count() < max_num_sequences_) return Status();
   return Status(StatusCode::kTooLarge,
                 OfSequence(call, seq_id) + "would be one more than max_num_sequences, " +
@@ -56,6 +63,7 @@ Status SequenceControl::CheckRoomForActive(const char* call, int64_t seq_id) con
 
 Status SequenceControl::RequireActive(const char* call, int32_t index) const {
   const Sequence& sequence = table_[index];
+  QUIRE_DCHECK(sequence.id >= 0) << "entry " << index << " is free";
   if (!sequence.retained) return Status();
   return Status(
       StatusCode::kBadState,
@@ -119,6 +127,7 @@ Status CheckRowCount(const char* call, int64_t seq_id, int64_t row_count) {
 
 Status CheckPositions(const char* call, int64_t seq_id, int64_t length, int64_t row_count,
                       int64_t imported) {
+  QUIRE_DCHECK(length >= 0 && length <= kPositionsMax);
   const int64_t room = kPositionsMax - length;
   if (imported <= room && row_count <= room - imported) return Status();
   const std::string after =
@@ -129,6 +138,7 @@ Status CheckPositions(const char* call, int64_t seq_id, int64_t length, int64_t 
 }
 
 Status CheckReceiveCount(const char* call, int64_t seq_id, int64_t length, int64_t count) {
+  QUIRE_DCHECK(length >= 0 && length <= kPositionsMax);
   if (count >= 1 && count <= kPositionsMax - length) return Status();
   return Status(count < 1 ? StatusCode::kBadArgument : StatusCode::kTooLarge,
                 OfSequence(call, seq_id) + "of length " + std::to_string(length) +
@@ -163,6 +173,7 @@ Status RequireNoTree(const char* call, int64_t seq_id, int64_t tree_size) {
 
 Status CheckTreeSize(const char* call, int64_t seq_id, int64_t tree_size, int64_t count,
                      int64_t max_tree_size) {
+  QUIRE_DCHECK(tree_size >= 0 && tree_size <= max_tree_size);
   if (count <= max_tree_size - tree_size) return Status();
   return Status(StatusCode::kTooLarge,
                 OfSequence(call, seq_id) + "would have an uncommitted tree of " +
@@ -192,6 +203,7 @@ Status CheckLeaf(const char* call, int64_t seq_id, int64_t tree_size, int64_t le
 }
 
 Result<std::span<const int64_t>> NodeParents::Take(int64_t seq_id, int64_t count) {
+  QUIRE_DCHECK(taken_ <= parents_.size());
   const size_t left = parents_.size() - taken_;
   const size_t wanted = count < 1 ? 0 : static_cast<size_t>(count);
   if (wanted > left) {

@@ -32,6 +32,8 @@ std::string OfSequence(const char* call, int64_t seq_id);
 
 // BadState for a call that needs an idle state.
 Status ForwardIsOpen(const char* call);
+// UnknownSequence for a call that names a sequence.
+Status NoSuchSequence(const char* call, int64_t seq_id);
 
 class SequenceControl {
  public:

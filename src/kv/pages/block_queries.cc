@@ -3,6 +3,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -43,6 +45,7 @@ class BlockDescriber {
     return tables.slice(index, group).count - tables.FreedCount(index, group) - goes_on;
   }
   int64_t Put(BlockIndex index, int64_t parent) {
+    QUIRE_DCHECK(std::ssize(seen_.blocks) < blocks_max_);
     const Block& block = tree_.block(index);
     SeenBlock seen{.parent = parent, .tokens = {block.begin, block.end}};
     for (int g = 0; g < tree_.group_count(); ++g) {

@@ -36,6 +36,7 @@ void BlockTable::FreeLeaf(BlockIndex index) noexcept {
   QUIRE_DCHECK(leaf.refs == 1);
   QUIRE_DCHECK(leaf.child_count == 0);
   if (leaf.parent != kNoBlock) {
+    QUIRE_DCHECK(at(leaf.parent).child_count > 0);
     --at(leaf.parent).child_count;
     at(leaf.parent).child_xor ^= index;
   }
@@ -46,6 +47,7 @@ void BlockTable::FreeLeaf(BlockIndex index) noexcept {
 void BlockTable::JoinToChild(BlockIndex index, BlockIndex child) noexcept {
   Block& upper = at(index);
   QUIRE_DCHECK(upper.refs == 1);
+  QUIRE_DCHECK(block(child).parent == index);
   QUIRE_DCHECK(upper.end == block(child).begin);
   at(child).begin = upper.begin;
   at(child).parent = upper.parent;
@@ -64,10 +66,14 @@ void BlockTable::ChangeViewers(BlockIndex index, ViewerChange change) noexcept {
     changed.active_refs += change.active;
     changed.many_children += change.many;
     changed.twins += change.twins;
+    QUIRE_DCHECK(changed.refs >= 0 && changed.twins >= 0);
+    QUIRE_DCHECK(changed.active_refs >= 0 && changed.active_refs <= changed.refs);
+    QUIRE_DCHECK(changed.many_children >= 0 && changed.many_children <= changed.child_count);
     int64_t* const kind = KindOf(changed);
     if (kind != old_kind) {
       const int64_t pages = PagesThatBeginIn(b);
       if (old_kind != nullptr) *old_kind -= pages;
+      QUIRE_DCHECK(old_kind == nullptr || *old_kind >= 0) << "pages of a kind are miscounted";
       if (kind != nullptr) *kind += pages;
     }
     change = {.active = changed.is_active() - was_active,

@@ -235,6 +235,10 @@ BlockIndex BlockTree::Append(const AppendPlan& plan, std::span<const GroupAppend
   tables_.Change();
   const int group_count = tables_.group_count();
   const int64_t end = plan.length + plan.count;
+  QUIRE_DCHECK(std::ssize(groups) == group_count);
+  QUIRE_DCHECK(plan.length == End(plan.last)) << "the plan is of another end";
+  QUIRE_DCHECK(!plan.extends || (!plan.copies() && block(plan.last).refs == 1))
+      << "others would see the new tokens";
   distinct_token_count_ += end - plan.cut;
   if (plan.extends) {
     blocks_.at(plan.last).end = end;
@@ -288,6 +292,7 @@ BlockIndex BlockTree::ForkAt(BlockIndex last, int64_t position, bool active) noe
   tables_.Change();
   if (position == 0) return kNoBlock;
   BlockIndex index = last;
+  QUIRE_DCHECK(position > 0 && last != kNoBlock);
   while (block(index).begin >= position) index = block(index).parent;
   QUIRE_CHECK(position <= block(index).end) << "fork at " << position << " of " << End(last);
   if (position < block(index).end) index = Split(index, position);
@@ -310,6 +315,7 @@ void BlockTree::Trim(BlockIndex index, int64_t end) noexcept {
 // passed.
 BlockIndex BlockTree::FreeLeaf(BlockIndex index) noexcept {
   const Block& leaf = block(index);
+  QUIRE_DCHECK(leaf.refs == 1 && leaf.child_count == 0);
   const BlockIndex parent = leaf.parent;
   distinct_token_count_ -= leaf.end - leaf.begin;
   QUIRE_DCHECK(distinct_token_count_ >= 0);

@@ -34,6 +34,7 @@ HiddenPages HiddenViews::HiddenFromParent(BlockIndex child, HiddenPages hidden) 
 
 HiddenPages HiddenViews::HiddenFromAll(BlockIndex index, int group) const {
   const Views& views = views_[tables_.SlotOf(index, group)];
+  QUIRE_DCHECK(views.count <= block(index).refs) << "more viewers hide pages than there are";
   if (views.count == 0 || views.count < block(index).refs) return {};
   const HiddenPages hidden = {.begin = -begins_.key(views.begins), .end = ends_.key(views.ends)};
   return hidden.empty() ? HiddenPages{} : hidden;
@@ -43,6 +44,8 @@ HiddenPages HiddenViews::HiddenFromAll(BlockIndex index, int group) const {
 void HiddenViews::SetView(BlockIndex index, int group, int32_t node, HiddenPages hidden) noexcept {
   Views& views = views_[tables_.SlotOf(index, group)];
   if (begins_.Contains(node)) {
+    QUIRE_DCHECK(ends_.Contains(node)) << "a viewer is in one of the heaps alone";
+    QUIRE_DCHECK(views.count > 0);
     begins_.Remove(&views.begins, node);
     ends_.Remove(&views.ends, node);
     --views.count;
@@ -147,6 +150,7 @@ void HiddenViews::Free() noexcept {
   for (const BlockIndex index : may_free_) {
     blocks_.at(index).may_free = false;
     if (block(index).refs == 0) continue;
+    QUIRE_DCHECK(tracks_);
     for (int g = 0; g < tables_.group_count(); ++g) FreePages(index, g);
   }
   may_free_.clear();

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/check.h"
 #include "kernels/kv_slot.h"
 #include "kv/pages/kv_export_tiles.h"
 
@@ -178,6 +179,7 @@ RowRun FirstRun(const KVLayout& layout, std::span<const AppendTarget> slots,
   while (rows < slots.size() && is_tile(rows) == whole_tiles) {
     rows += whole_tiles ? static_cast<size_t>(kTilePositions) : 1;
   }
+  QUIRE_DCHECK(rows > 0 && rows <= slots.size());
   return {static_cast<int64_t>(rows), whole_tiles};
 }
 
@@ -185,9 +187,11 @@ void WriteTiles(const KVPages& pages, std::span<const AppendTarget> slots, const
                 ParallelRunner& runner) noexcept {
   const KVLayout& layout = pages.layout;
   const RowBytes bytes(layout);
+  QUIRE_DCHECK(MovesWholeTiles(layout) && slots.size() % kTilePositions == 0);
   const int64_t tiles = static_cast<int64_t>(slots.size()) / kTilePositions;
   runner.ParallelFor(tiles, [&](int64_t task, int) {
     const size_t row = static_cast<size_t>(task * kTilePositions);
+    QUIRE_DCHECK(IsTile(slots.subspan(row, kTilePositions))) << "rows of another tile";
     const AppendTarget first = slots[row];
     const std::byte* from_k = static_cast<const std::byte*>(from.k) + row * bytes.k;
     const std::byte* from_v =

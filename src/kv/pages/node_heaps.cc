@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "kv/pages/reserve.h"
 
 namespace quire {
@@ -41,12 +42,16 @@ int32_t NodeHeaps::Meld(int32_t a, int32_t b) noexcept {
 }
 
 void NodeHeaps::Insert(int32_t* root, int32_t node, int64_t key) noexcept {
+  QUIRE_DCHECK(!Contains(node)) << "node " << node << " is in a heap";
   At(node) = {.key = key, .rank = 1};
   *root = Meld(*root, node);
   At(*root).parent = kNone;
+  QUIRE_DCHECK(At(*root).key <= key);
 }
 
 void NodeHeaps::Remove(int32_t* root, int32_t node) noexcept {
+  QUIRE_DCHECK(Contains(node)) << "node " << node << " is in no heap";
+  QUIRE_DCHECK((At(node).parent == kNone) == (*root == node)) << "it is in another heap";
   const Node removed = At(node);
   At(node) = {};
   const int32_t rest = Meld(removed.left, removed.right);
@@ -56,6 +61,7 @@ void NodeHeaps::Remove(int32_t* root, int32_t node) noexcept {
     return;
   }
   Node& parent = At(removed.parent);
+  QUIRE_DCHECK(parent.left == node || parent.right == node);
   (parent.left == node ? parent.left : parent.right) = rest;
   int32_t above = removed.parent;
   while (above != kNone && FixRank(above)) above = At(above).parent;

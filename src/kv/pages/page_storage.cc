@@ -3,6 +3,8 @@
 #include <cstring>
 #include <utility>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -65,6 +67,7 @@ Status PageStorage::Map() {
 
 void PageStorage::Copy(int group, std::span<const AppendTarget> from,
                        std::span<const AppendTarget> to, const uint8_t* opens_tile) const noexcept {
+  QUIRE_DCHECK(from.size() == to.size());
   if (from.empty()) return;
   for (const int64_t index : groups_[static_cast<size_t>(group)].layers) {
     CopySlots(layer(index), from, to, opens_tile);
@@ -74,6 +77,7 @@ void PageStorage::Copy(int group, std::span<const AppendTarget> from,
 void PageStorage::OnPageFreed(int group, int32_t page) noexcept {
   if (!poison_) return;
   const LayerGroup& freed = groups_[static_cast<size_t>(group)];
+  QUIRE_DCHECK(page >= 0 && page < freed.page_count);
   std::memset(mappings_[static_cast<size_t>(group)].bytes.data() +
                   static_cast<size_t>(page) * StrideOf(freed),
               kPoisonByte, StrideOf(freed));

@@ -88,7 +88,11 @@ std::span<PageEntry> PageTables::StartEntries(PageSlice& s, size_t count) noexce
 
 void PageTables::TakePages(PageSlice& s, int group, int64_t end) noexcept {
   std::vector<PageEntry>& table = array_at(s.array).entries;
+  QUIRE_DCHECK(!table.empty());
+  QUIRE_DCHECK(s.first == 0 && std::ssize(table) == s.count)
+      << "the array is not the slice's alone";
   for (size_t i = 0; i < table.size(); ++i) {
+    QUIRE_DCHECK(table[i].start < (i + 1 < table.size() ? table[i + 1].start : end));
     if (table[i].page == kNoPage) {
       s.has_holes = true;
       continue;
@@ -160,6 +164,7 @@ void PageTables::Merge(BlockIndex upper, BlockIndex lower, BlockIndex above, int
                            : low.done.empty() ? up.done
                                               : low.done;
   if (above != kNoBlock && slice(above, group).next == upper) slice_at(above, group).next = lower;
+  QUIRE_DCHECK(up.count + low.count > one_page);
   low = {.array = up.array,
          .tail = low.tail,
          .first = up.first,
@@ -207,6 +212,7 @@ int64_t PageTables::FreePage(BlockIndex index, int group, int64_t entry) noexcep
     array_at(s->array).entries[static_cast<size_t>(s->first)].page = kNoPage;
     is_last = s->count == 1;
   }
+  QUIRE_DCHECK(pool(group).holds(page) == others + 1) << "page " << page << " is in other slices";
   while (pool(group).holds(page) > 0) pool(group).Release(page);
   return others;
 }

@@ -20,6 +20,8 @@ void SequenceTable::PutIntoBucket(int32_t index) noexcept {
 }
 
 void SequenceTable::Rehash(size_t bucket_count) {
+  QUIRE_DCHECK((bucket_count & (bucket_count - 1)) == 0) << "bucket numbers are masked";
+  QUIRE_DCHECK(2 * static_cast<size_t>(count_) <= bucket_count);
   std::vector<Bucket> buckets(bucket_count);
   buckets_.swap(buckets);
   for (size_t i = 0; i < sequences_.size(); ++i) {
@@ -67,8 +69,10 @@ void SequenceTable::Erase(int32_t index) noexcept {
   buckets_[hole] = {};
   SetRetained(index, false);
   (*this)[index] = Sequence{};
+  QUIRE_DCHECK(free_.size() < free_.capacity()) << "ReserveOne has made room";
   free_.push_back(index);
   --count_;
+  QUIRE_DCHECK(count_ >= retained_count_);
 }
 
 void SequenceTable::SetRetained(int32_t index, bool retained) noexcept {

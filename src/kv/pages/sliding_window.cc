@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/check.h"
+
 namespace quire {
 SequenceWindow WindowAt(const SequenceWindow& window, int64_t length) {
   SequenceWindow cut = window;
@@ -36,6 +38,7 @@ int64_t CountHeldTokens(const BlockTree& tree, BlockIndex last) {
     held -= std::max<int64_t>(range.end - std::max(range.begin, counted), 0);
     counted = std::max(counted, range.end);
   }
+  QUIRE_DCHECK(held >= 0);
   return held;
 }
 

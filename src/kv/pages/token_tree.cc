@@ -73,6 +73,7 @@ void TokenTrees::AddNodes(BlockTree& tree, int32_t sequence, std::span<const int
   for (int g = 0; g < tree.group_count(); ++g) {
     std::vector<int32_t>& pages = of.groups[static_cast<size_t>(g)].pages;
     const size_t needed = static_cast<size_t>(tree.pool(g).RangeCount(0, of.size()));
+    QUIRE_DCHECK(needed <= pages.capacity()) << "no room was reserved";
     for (; pages.size() < needed; ++page_count_) pages.push_back(tree.pool(g).Take());
   }
 }

@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <string>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -56,6 +58,8 @@ Result<const RowMask*> AttentionMask::RowsOf(const AttentionCall& call, const Te
     AddMember(member, of_member, base_of(member));
     of_member += member.row_count() * member.row_count();
   }
+  QUIRE_DCHECK(std::ssize(rows_) == plan.row_count());
+  QUIRE_DCHECK(tiles_.size() == tile_count) << "rows point to tiles that have moved";
   return rows_.data();
 }
 
@@ -70,6 +74,7 @@ void AttentionMask::AddMember(const ForwardMember& member, const uint8_t* mask, 
     rows_.push_back({.tiles = tiles_.data() + first, .first_tile = first_tile});
     const auto hide = [&](int64_t position) {
       const int64_t offset = position - first_tile * kTilePositions;
+      QUIRE_DCHECK(offset >= 0 && offset < static_cast<int64_t>(tile_count) * kTilePositions);
       uint16_t& tile = tiles_[first + static_cast<size_t>(offset / kTilePositions)];
       tile = static_cast<uint16_t>(tile & ~(1U << offset % kTilePositions));
     };

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <string>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -29,6 +31,7 @@ Status CheckElements(const AttentionCall& call, const char* name, const TensorVi
     if (values != keys) wanted += " or " + std::string(DTypeName(values));
     return BadTensor(call, name, tensor, wanted);
   }
+  QUIRE_DCHECK(tensor.rank() >= 1) << "its shape has been checked";
   const int last = tensor.rank() - 1;
   if (tensor.stride(last) != 1 && tensor.dim(last) > 1) {
     return BadTensor(

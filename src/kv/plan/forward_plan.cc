@@ -58,10 +58,16 @@ inline void ForwardPlan::AddPath(const BlockTree& tree, BlockIndex last, BatchTo
 }
 
 void ForwardPlan::Reserve(const BlockTree& tree) {
+  QUIRE_DCHECK(!members.empty());
+  QUIRE_DCHECK(group_appends.size() == members.size() * static_cast<size_t>(tree.group_count()));
   marks_.resize(static_cast<size_t>(tree.blocks().capacity()));
   ++pass_;
   BatchTotals totals;  // apart, so that they stay in registers
   for (const ForwardMember& member : members) {
+    QUIRE_DCHECK(member.first_row == totals.rows) << "rows are in the order of the batch";
+    QUIRE_DCHECK(member.first_import == totals.imports) << "so are imported tokens";
+    totals.rows += member.row_count();
+    totals.imports += member.imported;
     AddPath(tree, member.append.last, totals);
     totals.copying += member.append.copies();
     totals.copied_tokens += member.old_length() - member.append.cut;
@@ -72,8 +78,6 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
     totals.has_sinks |= member.window.sinks > 0;
   }
   totals.members = static_cast<int64_t>(members.size());
-  totals.rows = members.back().first_row + members.back().row_count();
-  totals.imports = import_count();
   totals_ = totals;
   const size_t rows = static_cast<size_t>(totals_.rows);
   const size_t copies = static_cast<size_t>(totals_.copied_tokens);
@@ -106,6 +110,7 @@ void ForwardPlan::Reserve(const BlockTree& tree) {
 int32_t ForwardPlan::OldLevels(const ForwardMember& member, int64_t i) const noexcept {
   const int64_t first = member.first_node();
   const int64_t parent = member.tree->parents[static_cast<size_t>(first + i)];
+  QUIRE_DCHECK(parent < first + i) << "a node comes before its parent";
   if (parent < 0) return 0;
   if (parent < first) return member.tree->depths[static_cast<size_t>(parent)] + 1;
   return old_levels_[static_cast<size_t>(member.first_row + parent - first)];
@@ -113,6 +118,8 @@ int32_t ForwardPlan::OldLevels(const ForwardMember& member, int64_t i) const noe
 
 inline void ForwardPlan::FillPositions() noexcept {
   row_count_ = totals_.rows;
+  QUIRE_DCHECK(std::ssize(members) == totals_.members) << "the totals are those of another batch";
+  QUIRE_DCHECK(positions_.capacity() >= static_cast<size_t>(row_count_)) << "no room was reserved";
   positions_.resize(static_cast<size_t>(row_count_));
   if (totals_.rows_only()) {
     int32_t* position = positions_.data();
@@ -137,6 +144,8 @@ inline void ForwardPlan::FillPositions() noexcept {
 }
 
 void ForwardPlan::Fill(const BlockTree& tree) noexcept {
+  QUIRE_DCHECK(order_.empty()) << "the arrays of the plan before are still there";
+  QUIRE_DCHECK(std::ssize(groups_) == tree.group_count());
   FillPositions();
   if (totals_.shares_blocks) {
     BuildNodes(tree);
@@ -177,6 +186,7 @@ void ForwardPlan::Fill(const BlockTree& tree) noexcept {
 // A row alone: its page is where the sequence ends, known without the table.
 inline void ForwardPlan::FillSlot(const BlockTree& tree, int group_index,
                                   const ForwardMember& member, bool in_place) noexcept {
+  QUIRE_DCHECK(member.is_row());
   TokenSlots& rows = group(group_index).rows;
   const int64_t slot = tree.pool(group_index).Slot(member.append.length);
   const size_t row = static_cast<size_t>(member.first_row);
@@ -233,6 +243,7 @@ void ForwardPlan::FillNodeSlots(const BlockTree& tree, int group_index,
   const PagePool& pool = tree.pool(group_index);
   TokenSlots& rows = group(group_index).rows;
   const std::vector<int32_t>& pages = member.tree->groups[static_cast<size_t>(group_index)].pages;
+  QUIRE_DCHECK(member.tree->size() <= std::ssize(pages) * pool.page_size()) << "nodes have no page";
   for (int64_t i = 0; i < member.row_count(); ++i) {
     const int64_t node = member.first_node() + i;
     const int64_t slot = pool.Slot(node);
@@ -250,6 +261,8 @@ void ForwardPlan::FillCopies(const BlockTree& tree, int group_index,
   const size_t first = plan.copy_from.size();
   const int64_t cut = member.append.cut;
   const size_t size = first + static_cast<size_t>(member.old_length() - cut);
+  QUIRE_DCHECK(plan.copy_from.capacity() >= size && plan.copy_to.capacity() >= size)
+      << "no room was reserved";
   const auto visit = [&](BlockIndex last, std::vector<AppendTarget>& slots) {
     slots.resize(size);
     tree.VisitPieces(last, group_index, cut, member.old_length(),
@@ -276,6 +289,7 @@ void ForwardPlan::FillCopies(const BlockTree& tree, int group_index,
   }
   plan.copy_from.resize(kept);
   plan.copy_to.resize(kept);
+  QUIRE_DCHECK(plan.copy_opens_tile.size() == kept);
 }
 
 // ---------------------------------------------------------------------- sharing
@@ -302,6 +316,7 @@ void ForwardPlan::BuildNodes(const BlockTree& tree) noexcept {
     BlockIndex b = members[m].last;
     for (; b != kNoBlock && marks_[static_cast<size_t>(b)].pass != pass_;
          b = tree.block(b).parent) {
+      QUIRE_DCHECK(nodes_.size() < nodes_.capacity()) << "no room was reserved";
       const int32_t node = static_cast<int32_t>(nodes_.size());
       nodes_.push_back(Node{.block = b});
       if (child >= 0) AddChild(node, child);
@@ -339,6 +354,8 @@ void ForwardPlan::EnterNode(const BlockTree& tree, int32_t index) noexcept {
   node.shared_end = parent.shared_end;
   node.span = parent.span;
   const int64_t segment_end = tree.block(node.block).end / kSegmentPositions;
+  QUIRE_DCHECK(node.member_count >= 1 && node.member_count <= parent.member_count);
+  QUIRE_DCHECK(segment_end >= parent.shared_end) << "a block ends before its parent";
   if (node.member_count >= 2 && segment_end > parent.shared_end) {
     if (node.span < 0 || shared_[static_cast<size_t>(node.span)].count != node.member_count) {
       node.span = static_cast<int32_t>(shared_.size());
@@ -357,6 +374,7 @@ void ForwardPlan::EnterNode(const BlockTree& tree, int32_t index) noexcept {
 
 void ForwardPlan::OrderByTree(const BlockTree& tree) noexcept {
   for (int32_t node = NextNode(0); node >= 0; node = NextNode(node)) EnterNode(tree, node);
+  QUIRE_DCHECK(order_.size() == members.size()) << "a member ends in no block of the walk";
   std::sort(shared_.begin(), shared_.end(), [](const SharedSpan& a, const SharedSpan& b) {
     return a.segment_begin != b.segment_begin ? a.segment_begin < b.segment_begin
                                               : a.first < b.first;
@@ -375,11 +393,14 @@ inline void ForwardPlan::FillRuns(const BlockTree& tree, int group_index, BlockI
     const PageSlice& slice = tree.slice(b, group_index);
     const PageEntry* const entries = tree.tables().array_data(slice.array) + slice.first;
     if (slice.array != array) {
+      QUIRE_DCHECK(runs.size() < runs.capacity()) << "sequences point to the runs before";
       array = slice.array;
       runs.push_back(
           {.entries = entries, .entry_count = slice.count, .begin = block.begin, .end = block.end});
     } else {
       PageRun& run = runs.back();
+      QUIRE_DCHECK(block.end == run.begin) << "blocks of a path follow one another";
+      QUIRE_DCHECK(entries <= run.entries) << "their entries, too";
       run.entry_count += run.entries - entries;
       run.entries = entries;
       run.begin = block.begin;
@@ -394,6 +415,7 @@ const TokenTreeView* ForwardPlan::AddTreeView(int group_index,
   const auto first = tree.depths.begin() + member.first_node();
   const auto [least, most] = std::minmax_element(first, tree.depths.end());
   std::vector<TokenTreeView>& trees = group(group_index).trees;
+  QUIRE_DCHECK(trees.size() < trees.capacity()) << "sequences point to the trees before";
   trees.push_back({.parents = tree.parents.data(),
                    .depths = tree.depths.data(),
                    .pages = tree.groups[static_cast<size_t>(group_index)].pages.data(),
@@ -406,6 +428,7 @@ const TokenTreeView* ForwardPlan::AddTreeView(int group_index,
 
 inline void ForwardPlan::FillSequences(const BlockTree& tree, int group_index) noexcept {
   GroupPlan& plan = group(group_index);
+  QUIRE_DCHECK(private_segments_.size() == order_.size());
   for (size_t i = 0; i < order_.size(); ++i) {
     const ForwardMember& member = members[static_cast<size_t>(order_[i])];
     const size_t first_run = plan.runs.size();

@@ -18,6 +18,7 @@
 #include <limits>
 #include <string>
 
+#include "base/check.h"
 #include "kv/plan/forward_plan.h"
 
 namespace quire {
@@ -59,6 +60,7 @@ void ForwardPlan::RepeatSlots(PagePool& pool, int group_index) noexcept {
   GroupAppend* append = group_appends.data() + group_index;
   for (size_t m = 0; m < member_count; ++m, append += group_count) {
     const int32_t slot = ++targets[m].slot;
+    QUIRE_DCHECK(slot <= page_size);
     append->in_place = slot < page_size;
     append->page_count = append->in_place ? 0 : 1;
     opens_tile[m] = slot % kTilePositions == 0 || slot == page_size;
@@ -89,11 +91,14 @@ void ForwardPlan::RepeatSequences(int group_index) noexcept {
     ++sequence.base;
     run += sequence.run_count;
     ++run[-1].end;
+    QUIRE_DCHECK(run[-1].end == sequence.base + 1) << "a sequence reads up to its own row";
     run[-1].entry_count += targets[order_[i]].slot == 0;  // a page's first
   }
 }
 
 void ForwardPlan::Repeat(BlockTree& tree) noexcept {
+  QUIRE_DCHECK(filled_at_ == tree.tables().version()) << "the tree has changed since CanRepeat";
+  QUIRE_DCHECK(totals_.imports + totals_.trees + totals_.blending == 0);
   opens_page_.assign(members.size(), 0);
   for (int g = 0; g < tree.group_count(); ++g) RepeatSlots(tree.pool(g), g);
   for (size_t m = 0; m < members.size(); ++m) {

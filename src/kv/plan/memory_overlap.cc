@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "base/check.h"
+
 namespace quire {
 
 MemoryRuns::MemoryRuns(const TensorView& tensor, int64_t rows) noexcept {
@@ -23,6 +25,8 @@ MemoryRuns::MemoryRuns(const TensorView& tensor, int64_t rows) noexcept {
 }
 
 void MemoryRuns::AddAxis(int64_t count, int64_t stride) noexcept {
+  QUIRE_DCHECK(count > 1);
+  QUIRE_DCHECK(axis_count_ < TensorView::kMaxRank);
   if (stride < 0) {
     begin_ += (count - 1) * stride;
     stride = -stride;
@@ -53,6 +57,7 @@ bool MemoryRuns::Touches(int axis, int64_t base, int64_t begin, int64_t end) con
   if (base >= end || base + reach_[axis] <= begin) return false;
   if (axis == axis_count_) return true;
   const auto [count, stride] = axes_[axis];
+  QUIRE_DCHECK(stride > run_bytes_) << "MergeAxes leaves no such axis";
   const int64_t behind = begin - base - reach_[axis + 1];  // those that end there are before it
   const int64_t first = behind < 0 ? 0 : behind / stride + 1;
   const int64_t last = std::min(count - 1, (end - 1 - base) / stride);

@@ -40,6 +40,7 @@ void QueryPlan::Reserve(const ForwardPlan& plan) {
   ReserveGrowing(run_begin_, static_cast<size_t>(totals.members) + 1);
   // One for each of the plan, and fewer than runs for those of a member.
   ReserveGrowing(shared_, plan.shared_capacity() + runs);
+  QUIRE_DCHECK(!plan.members.empty());
   groups_.resize(plan.group_appends.size() / plan.members.size());
   for (Group& group : groups_) {
     ReserveGrowing(group.sequences, runs);
@@ -92,13 +93,19 @@ std::span<const int32_t> QueryPlan::RowsOf(const ForwardMember& member) const no
 }
 
 void QueryPlan::Select(const ForwardMember& member, std::span<const int32_t> rows) noexcept {
+  QUIRE_DCHECK(is_open_);
   QUIRE_DCHECK(!rows.empty());
   uint8_t* const goes_on = goes_on_.data() + member.first_row;
+  QUIRE_DCHECK(std::ranges::is_sorted(rows));
+  QUIRE_DCHECK(rows.front() >= 0 && rows.back() < member.row_count());
+  QUIRE_DCHECK(std::ranges::all_of(rows, [&](int32_t row) { return goes_on[row] != 0; }))
+      << "a row goes on again";
   std::fill(goes_on, goes_on + member.row_count(), uint8_t{0});
   for (const int32_t row : rows) goes_on[row] = 1;
 }
 
 void QueryPlan::Apply(const ForwardPlan& plan) noexcept {
+  QUIRE_DCHECK(is_open_);
   size_t kept = 0;
   for (size_t i = 0; i < rows_.size(); ++i) {
     if (!GoesOn(rows_[i])) continue;
@@ -143,6 +150,7 @@ void QueryPlan::FindRuns(const ForwardPlan& plan) noexcept {
         ++runs_.back().count;
         continue;
       }
+      QUIRE_DCHECK(runs_.size() < runs_.capacity()) << "more runs than SequenceCountMax says";
       runs_.push_back({.order = static_cast<int32_t>(order),
                        .first = rows[i],
                        .input = inputs_[first + i],
@@ -173,6 +181,7 @@ void QueryPlan::ShareSegments(const ForwardPlan& plan) noexcept {
 // The runs of one member ascend, so those behind a segment are a suffix of them: each goes on with
 // the others as far as it lies behind.
 void QueryPlan::ShareOwnSegments(const ForwardPlan& plan, size_t begin, size_t end) noexcept {
+  QUIRE_DCHECK(begin < end) << "a member keeps no row";
   const size_t order = static_cast<size_t>(runs_[begin].order);
   const AttentionSequence& whole = plan.group(0).sequences[order];
   int64_t segment = whole.private_segment;
@@ -180,6 +189,7 @@ void QueryPlan::ShareOwnSegments(const ForwardPlan& plan, size_t begin, size_t e
     const int64_t base = plan.positions()[static_cast<size_t>(runs_[r].first)];
     const int64_t behind = base / kSegmentPositions;
     if (r + 1 < end && behind > segment) {
+      QUIRE_DCHECK(shared_.size() < shared_.capacity()) << "no room was reserved";
       shared_.push_back({.first = static_cast<int64_t>(r),
                          .count = static_cast<int64_t>(end - r),
                          .segment_begin = segment,
@@ -232,6 +242,7 @@ void QueryPlan::FillSlots(const ForwardPlan& plan) noexcept {
       }
       i = end;
     }
+    QUIRE_DCHECK(group.fresh.targets.size() == rows_.size()) << "a row is stored nowhere, or twice";
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "base/check.h"
 #include "kv/pages/page_storage.h"
 
 namespace quire {
@@ -37,6 +38,7 @@ void RaggedKV::ReservePages(int64_t page_count, bool poison) {
   void* base = memory_.get();
   size_t space = memory_bytes_;
   pages_.base = static_cast<std::byte*>(std::align(kCacheLine, 1, base, space));
+  QUIRE_DCHECK(pages_.base != nullptr) << "a line more was allocated";
   v_nonfinite_.assign(static_cast<size_t>(page_count), 0);
   pages_.v_nonfinite = v_nonfinite_.data();
 }
@@ -46,6 +48,9 @@ const TokenTreeView* RaggedKV::AddTree(const ForwardMember& member, const Forwar
                                        int64_t first_page) {
   const TokenTree& tree = *member.tree;
   const size_t first_row = parents_.size();
+  QUIRE_DCHECK(trees_.size() < trees_.capacity()) << "sequences point to the trees before";
+  QUIRE_DCHECK(parents_.capacity() - first_row >= static_cast<size_t>(member.row_count()))
+      << "trees point to the nodes before";
   for (int64_t node = member.first_node(); node < tree.size(); ++node) {
     const int64_t parent = tree.parents[static_cast<size_t>(node)] - member.first_node();
     parents_.push_back(static_cast<int32_t>(std::max<int64_t>(parent, -1)));
@@ -116,6 +121,8 @@ void RaggedKV::Prepare(KVLayout layout, const ForwardPlan& plan, bool poison) {
     }
     first_page += PagesFor(rows);
   }
+  QUIRE_DCHECK(std::ssize(targets_) == plan.row_count());
+  QUIRE_DCHECK(first_page == std::ssize(entries_)) << "a member reads pages of another one";
   ReservePages(static_cast<int64_t>(entries_.size()), poison);
 }
 

@@ -13,6 +13,7 @@
 #include <numbers>
 #include <string>
 
+#include "base/check.h"
 #include "base/float_environment.h"
 
 namespace quire {
@@ -128,6 +129,7 @@ Status CheckFamily(const RopeOptions& options, int64_t pair_count) {
 }
 
 std::vector<double> BaseFrequencies(double theta, int64_t rotary_dim) {
+  QUIRE_DCHECK(rotary_dim > 0 && rotary_dim % 2 == 0);
   std::vector<double> inv_freq(static_cast<size_t>(rotary_dim / 2));
   for (size_t i = 0; i < inv_freq.size(); ++i) {
     inv_freq[i] = std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(rotary_dim));
@@ -147,6 +149,7 @@ void ScaleLlama(const RopeOptions& options, std::vector<double>& inv_freq) {
   const double length = static_cast<double>(options.original_max_position_embeddings);
   const double low = options.low_freq_factor;
   const double high = options.high_freq_factor;
+  QUIRE_DCHECK(high >= low);
   for (double& f : inv_freq) {
     const double turns = length * f / (2 * std::numbers::pi);  // within the original length
     const double keep = high == low ? (turns < low ? 0.0 : 1.0)
@@ -157,6 +160,7 @@ void ScaleLlama(const RopeOptions& options, std::vector<double>& inv_freq) {
 
 // The pair index, as a real number, that makes `turns` turns within the original length.
 double YarnPairOfTurns(const RopeOptions& options, double dim, double turns) {
+  QUIRE_DCHECK(turns > 0 && options.theta > 1) << "logarithms of no number, or 0 to divide by";
   const double length = static_cast<double>(options.original_max_position_embeddings);
   return dim * std::log(length / (turns * 2 * std::numbers::pi)) / (2 * std::log(options.theta));
 }
@@ -195,6 +199,7 @@ double LongRopeAmplitude(const RopeOptions& options) {
   if (options.attention_factor > 0) return options.attention_factor;
   if (options.factor <= 1) return 1.0;
   const double length = static_cast<double>(options.original_max_position_embeddings);
+  QUIRE_DCHECK(length > 1) << "its logarithm divides";
   return std::sqrt(1 + std::log(options.factor) / std::log(length));
 }
 
@@ -218,6 +223,7 @@ RopeFrequencies Compute(const RopeOptions& options, int64_t rotary_dim, bool lon
     case RopeScaling::kLongRope: {
       const std::vector<double>& factors =
           long_factors ? options.long_factors : options.short_factors;
+      QUIRE_DCHECK(factors.size() == result.inv_freq.size());
       for (size_t i = 0; i < factors.size(); ++i) result.inv_freq[i] /= factors[i];
       result.amplitude = LongRopeAmplitude(options);
       break;

@@ -76,6 +76,7 @@ RopeAngles::RopeAngles(const AttentionKVCacheOptions& options,
     for (size_t r = 0; r < ropes_.size(); ++r) {
       if (ropes_[r].layers.IsOf(spec)) layers_[l].rope = static_cast<int>(r);
     }
+    QUIRE_DCHECK(layers_[l].rope >= 0) << "the angles are those of other options";
   }
 }
 
@@ -131,6 +132,7 @@ int64_t RopeAngles::KeepOfAll(Rope& rope) noexcept {
 
 // REQUIRES: no forward is open. `plan`, if any, is planned, not committed.
 void RopeAngles::Sweep(Rope& rope, SweepFor whom, const ForwardPlan* plan) noexcept {
+  QUIRE_DCHECK((whom == SweepFor::kSequences) == (plan == nullptr));
   int64_t visits = 0;
   for (RopeTable* const table : {&rope.short_table, &rope.long_table}) {
     table->StartSweep();
@@ -161,6 +163,8 @@ void RopeAngles::Reserve(const ForwardPlan& plan, bool repeats) {
       Sweep(rope, SweepFor::kBatch, &plan);
     rope.short_table.AddWanted(*options_.runner);
     rope.long_table.AddWanted(*options_.runner);
+    QUIRE_DCHECK(rope.tile_count() <= rope.layers.tile_count_max)
+        << "the memory plan has room for " << rope.layers.tile_count_max << " tiles";
   }
 }
 
@@ -189,6 +193,7 @@ int64_t RopeAngles::bytes_max() const {
 void RopeAngles::set_limits(const RopeLimits& limits) {
   limits_ = limits;
   std::vector<RopeLayers> layers = MakeRopeLayers(options_, groups_, limits).value();
+  QUIRE_DCHECK(layers.size() == ropes_.size());
   for (size_t r = 0; r < ropes_.size(); ++r) ropes_[r].layers = std::move(layers[r]);
 }
 
@@ -219,6 +224,7 @@ void RopeAngles::Fill(ForwardPlan& plan, bool repeats) noexcept {
     if (layer.mode != RopeMode::kInline) continue;
     Rope& rope = ropes_[static_cast<size_t>(layer.rope)];
     std::vector<AttentionSequence>& sequences = plan.group(static_cast<int>(g)).sequences;
+    QUIRE_DCHECK(sequences.size() == plan.order().size());
     for (size_t i = 0; i < sequences.size(); ++i) {
       const ForwardMember& member = plan.members[static_cast<size_t>(plan.order()[i])];
       sequences[i].inline_angles = &rope.table(member.long_factors).view();
@@ -239,6 +245,7 @@ void RopeAngles::ReserveSelection(const ForwardPlan& plan) {
 
 void RopeAngles::Select(std::span<const int32_t> rows) noexcept {
   QUIRE_DCHECK(selected_.capacity() >= rows.size());
+  QUIRE_DCHECK(std::ranges::is_sorted(rows));
   selects_ = true;
   selected_.assign(rows.begin(), rows.end());
   for (Rope& rope : ropes_) {
@@ -263,6 +270,7 @@ void RopeAngles::FillSinks(Rope& rope, const ForwardPlan& plan) noexcept {
       rope.sink_angles.push_back(
           table.At(member.window.sinks == 0 ? p : p - SlidAt(member.window, p)));
   }
+  QUIRE_DCHECK(rope.sink_angles.size() == rope.angles.size());
 }
 
 void RopeAngles::ReserveSlid(int64_t pairs, int64_t rows) {
@@ -302,6 +310,7 @@ void RopeAngles::FillSlid(const Layer& layer, const ForwardPlan& plan) noexcept 
       slid_angles_[row++] = {cos, sin};
     }
   }
+  QUIRE_DCHECK(row == rows) << "a row would be turned by the angles of another forward";
   if (!selects_) return;
   for (size_t i = 0; i < selected_.size(); ++i)
     slid_angles_[i] = slid_angles_[static_cast<size_t>(selected_[i])];

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "kv/plan/rope_table.h"
 #include "tensor/checked_size.h"
 
@@ -13,6 +14,7 @@ namespace {
 // Tiles of all positions that are held in pages of the group, each page apart.
 std::optional<int64_t> TilesOfPages(const LayerGroup& group) {
   const int64_t page_size = group.layout.page_size;
+  QUIRE_DCHECK(page_size > 0);
   int64_t tiles = (page_size + kTilePositions - 1) / kTilePositions;
   if (page_size % kTilePositions != 0 && kTilePositions % page_size != 0) ++tiles;
   return CheckedProduct({group.page_count, tiles});

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/check.h"
 #include "base/float_environment.h"
 #include "kv/pages/reserve.h"
 
@@ -78,6 +79,7 @@ bool RopeTable::HasTile(int64_t tile) const {
 }
 
 void RopeTable::WantTiles(int64_t begin, int64_t end) {
+  QUIRE_DCHECK(begin >= 0 && end <= kPositionsEnd);
   int64_t tile = std::max(begin / kTilePositions, std::min(dense_tiles_, TilesBefore(end)));
   const int64_t tile_end = TilesBefore(end);
   while (tile < tile_end && HasTile(tile)) ++tile;
@@ -104,6 +106,7 @@ void RopeTable::AddWanted(ParallelRunner& runner) {
   });
   for (size_t i = 0; i < made.size(); ++i) {
     const int64_t tile = wanted_[i];
+    QUIRE_DCHECK(!HasTile(tile)) << "tile " << tile << " would be lost";
     Leaf& leaf = *leaves_.find(tile / kAngleLeafTiles)->second;
     leaf.angles.tiles[static_cast<size_t>(tile % kAngleLeafTiles)] = made[i].release();
     ++leaf.tile_count;
@@ -159,6 +162,7 @@ void RopeTable::DropUnkept(Leaf& leaf, int64_t first_tile) noexcept {
   for (size_t slot = 0; slot < kAngleLeafTiles; ++slot) {
     const float*& tile = leaf.angles.tiles[slot];
     if (tile == absent_tile_.get() || leaf.kept.test(slot)) continue;
+    QUIRE_DCHECK(leaf.tile_count > 0 && tile_count_ > 0);
     delete[] tile;
     tile = absent_tile_.get();
     --leaf.tile_count;
@@ -193,6 +197,7 @@ void RopeTable::Clear() noexcept {
   wanted_.shrink_to_fit();
   StartSweep();
   EndSweep();
+  QUIRE_DCHECK(tile_count_ == 0 && leaves_.empty());
   FreeAll(leaf_view_);
   view_.leaves = nullptr;
 }

@@ -168,6 +168,7 @@ void SlottedRecurrentCache::CommitForward() noexcept {
       position = record.position;
       from = record.slot;
     }
+    QUIRE_DCHECK(position == member.end()) << "rows of the member are in no piece";
     CopySharedBlock(member);
   }
 }
@@ -181,6 +182,8 @@ void SlottedRecurrentCache::CopySharedBlock(const StateMember& member) noexcept 
 
 void SlottedRecurrentCache::CopyInputs(int32_t from, int64_t from_token, int32_t to,
                                        int64_t to_token, int64_t count) noexcept {
+  QUIRE_DCHECK(from_token >= 0 && from_token + count <= kRecurrentCheckpointInterval);
+  QUIRE_DCHECK(to_token >= 0 && to_token + count <= kRecurrentCheckpointInterval);
   for (const RecurrentLayerLayout& layer : layout_.layers) {
     const int64_t size = layer.input_size();
     std::memcpy(InputsIn(to, layer.input_offset) + to_token * size,
@@ -195,6 +198,7 @@ void SlottedRecurrentCache::AddNodePieces(const StateMember& member) noexcept {
       {.first_piece = static_cast<int64_t>(slot_pieces_.size()), .piece_count = member.row_count});
   bool is_known = false;
   for (int64_t row = member.first_row; row < member.first_row + member.row_count; ++row) {
+    QUIRE_DCHECK(slot_pieces_.size() < slot_pieces_.capacity()) << "no room was reserved";
     slot_pieces_.push_back({.first_row = row,
                             .row_count = 1,
                             .from = history_.batch().SlotBeforeRow(row, &is_known),
@@ -313,6 +317,8 @@ SlottedRecurrentCache::Scratch SlottedRecurrentCache::ScratchOf(const LayerCall&
   scratch.inputs = scratch.parameters + layout_.parameter_scratch;
   scratch.side = scratch.inputs + rows * call.layout->input_size();
   scratch.output = scratch.side + rows * call.layout->side_size();
+  QUIRE_DCHECK(scratch.output + rows * call.layout->output_size() <= scratch_.get() + scratch_size_)
+      << "a layer writes behind the scratch memory";
   return scratch;
 }
 
@@ -392,6 +398,7 @@ void SlottedRecurrentCache::WidenDecay(const TensorView& decay, float* to,
 
 RecurrenceBatch SlottedRecurrentCache::BatchOf(const LayerCall& call) noexcept {
   const int64_t offset = call.layout->state_offset;
+  QUIRE_DCHECK(pieces_.capacity() >= slot_pieces_.size()) << "no room was reserved";
   pieces_.clear();
   for (const SlotPiece& piece : slot_pieces_) {
     pieces_.push_back({.first_row = piece.first_row,
@@ -403,6 +410,7 @@ RecurrenceBatch SlottedRecurrentCache::BatchOf(const LayerCall& call) noexcept {
 }
 
 void SlottedRecurrentCache::FinishLayer(const LayerCall& call, const TensorView& o) noexcept {
+  QUIRE_DCHECK(o.dim(0) >= history_.row_count());
   KeepInputs(call);
   backend_->recurrence->convert_rows({.row_count = history_.row_count(),
                                       .size = call.layout->output_size(),
@@ -653,6 +661,7 @@ Status SlottedRecurrentCache::PlanImport(const ControlCall& call) {
         CheckState(call.name(), static_cast<int64_t>(l), "the state", call.states[l]));
   }
   QUIRE_RETURN_IF_ERROR(history_.Plan(call));
+  QUIRE_DCHECK(history_.import_slot() >= 0);
   for (size_t l = 0; l < call.states.size(); ++l) {
     const RecurrentLayerLayout& layout = layout_.layers[l];
     std::memcpy(StateIn(history_.import_slot(), layout.state_offset), call.states[l].data(),

@@ -2,6 +2,7 @@
 #include <cstring>
 #include <string>
 
+#include "base/check.h"
 #include "kv/recurrent/recurrent_cache.h"
 
 namespace quire {
@@ -18,6 +19,7 @@ Status SlottedRecurrentCache::LoadStates(const LayerCall& call) {
   if (loaded != 0) return Status();
   for (const StateMember& member : history_.members()) {
     if (member.imported == 0) continue;
+    QUIRE_DCHECK(member.source != nullptr && !member.pending.empty());
     const Result<TensorView> state = member.source->LoadState(call.layer);
     if (!state.ok()) {
       return Status(state.status().code(),

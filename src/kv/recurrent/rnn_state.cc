@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "base/check.h"
 #include "kv/pages/page_storage.h"
 #include "kv/plan/memory_overlap.h"
 #include "tensor/checked_size.h"
@@ -246,6 +247,8 @@ Status SlottedRNNState::CheckSlotSet(const StateMember& member, int32_t slot,
 // ---------------------------------------------------------------------- bytes
 
 std::byte* SlottedRNNState::StateIn(int32_t slot, int64_t layer, int64_t state) const {
+  QUIRE_DCHECK(slot >= 0 && slot < history_.slots().slot_count());
+  QUIRE_DCHECK(layer >= 0 && layer < options_.num_layers);
   const StateLayout& layout = layouts_[static_cast<size_t>(state)];
   const size_t stride = (layout.bytes + kStateAlignment - 1) / kStateAlignment * kStateAlignment;
   return storage_.data() + static_cast<size_t>(slot) * slot_bytes_ + layout.offset +
@@ -258,6 +261,7 @@ const std::byte* SlottedRNNState::StateOrInitial(int32_t slot, int64_t layer, in
 }
 
 uint8_t& SlottedRNNState::IsSet(int32_t slot, int64_t layer, int64_t state) {
+  QUIRE_DCHECK(slot >= 0) << "the initial state needs no Set";
   return is_set_[(static_cast<size_t>(slot) * static_cast<size_t>(options_.num_layers) +
                   static_cast<size_t>(layer)) *
                      layouts_.size() +
@@ -363,6 +367,7 @@ Status SlottedRNNState::Set(int64_t layer, int64_t state, const TensorView& data
     const auto members = history_.members();
     QUIRE_RETURN_IF_ERROR(CheckTensor("Set", state, static_cast<int64_t>(members.size()), data));
     for (size_t m = 0; m < members.size(); ++m) {
+      QUIRE_DCHECK(!members[m].pending.empty()) << "a member has no state at its end";
       Store(members[m].pending.back().slot, layer, state, RowOf(data, static_cast<int64_t>(m)));
     }
     return Status();

@@ -9,6 +9,8 @@
 namespace quire {
 
 void ThinPositions(std::vector<int64_t>& positions, int64_t limit, int64_t now) {
+  QUIRE_DCHECK(std::ranges::is_sorted(positions));
+  QUIRE_DCHECK(limit >= 0 && (positions.empty() || positions.back() <= now));
   while (static_cast<int64_t>(positions.size()) > limit) {
     size_t least = 0;
     double least_ratio = std::numeric_limits<double>::infinity();
@@ -35,6 +37,7 @@ void StateBatch::Start(size_t member_count) {
 
 StateMember& StateBatch::Next(int32_t index, int64_t row_count) {
   QUIRE_DCHECK(count_ < members_.size()) << "more members than were announced";
+  QUIRE_DCHECK(row_count >= 0);
   const StateTrack& track = tracks_[index];
   StateMember& member = members_[count_];
   member.index = index;
@@ -114,6 +117,9 @@ void StateBatch::PlanBlocks(const StateTrack& track, StateMember& member) const 
   member.first_new_block = member.blocks.size();
   const int64_t next = member.blocks.empty() ? first : member.blocks.back().index + 1;
   for (int64_t index = next; index <= last; ++index) member.blocks.push_back({.index = index});
+  QUIRE_DCHECK(member.blocks.empty() || member.blocks.back().index == last);
+  QUIRE_DCHECK(member.copied_block < 0 || member.first_new_block < member.blocks.size())
+      << "there is no new block to copy to";
 }
 
 // Where the caller adds checkpoints.
@@ -157,8 +163,10 @@ void StateBatch::TakeSlots() noexcept {
 
 void StateBatch::TakeBlocks() noexcept {
   for (StateMember& member : members()) {
-    for (size_t b = member.first_new_block; b < member.blocks.size(); ++b)
+    for (size_t b = member.first_new_block; b < member.blocks.size(); ++b) {
+      QUIRE_DCHECK(member.blocks[b].slot < 0) << "block " << b << " has a slot already";
       member.blocks[b].slot = tracks_.blocks().Take();
+    }
   }
 }
 
@@ -210,11 +218,13 @@ int32_t StateBatch::SlotBeforeRow(int64_t row, bool* is_known) const {
 // ---------------------------------------------------------------------- in a forward
 
 StateBatch::RowPlace StateBatch::FindRow(int64_t row) const {
+  QUIRE_DCHECK(row >= 0 && row < row_count_);
   const auto all = members();
   const auto behind =
       std::upper_bound(all.begin(), all.end(), row,
                        [](int64_t r, const StateMember& member) { return r < member.first_row; });
   const size_t member = static_cast<size_t>(behind - all.begin()) - 1;
+  QUIRE_DCHECK(row - all[member].first_row < all[member].row_count);
   return {member, all[member].base + row - all[member].first_row + 1};
 }
 

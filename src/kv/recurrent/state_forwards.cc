@@ -132,6 +132,7 @@ Status StateForwards::PlanMember(const ControlCall& call, size_t i, const LayerL
 // `member` goes on behind what it loads, as if it had been imported before.
 Status StateForwards::StartLoad(const ControlCall& call, const LayerLoad& load,
                                 StateMember& member) {
+  QUIRE_DCHECK(load.seq_id == control_.table()[member.index].id) << "the load is of another one";
   QUIRE_RETURN_IF_ERROR(CheckLoad(call.name(), load));
   QUIRE_RETURN_IF_ERROR(
       CheckPositions(call.name(), load.seq_id, member.base, member.row_count, load.tokens));

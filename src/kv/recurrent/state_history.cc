@@ -75,6 +75,7 @@ int64_t StateHistory::memory_bytes() const {
 // ---------------------------------------------------------------------- planning
 
 Status StateHistory::Plan(const ControlCall& call) {
+  QUIRE_DCHECK(!replay_.needed && import_slot_ < 0) << "the slot of another planned call is lost";
   kind_ = call.kind;
   replay_ = {};
   if (StateForwards::Takes(call.kind)) return forwards_.Plan(call);
@@ -153,6 +154,7 @@ Status StateHistory::PlanPop(const ControlCall& call) {
 }
 
 Status StateHistory::PlanCut(const ControlCall& call, const StateTrack& track, int64_t position) {
+  QUIRE_DCHECK(position >= 0 && position <= track.length);
   cut_ = tracks_.CutAt(track, position);
   position_ = position;
   const StateRecord held =
@@ -172,6 +174,9 @@ Status StateHistory::PlanCut(const ControlCall& call, const StateTrack& track, i
   if (slots().free_count() == 0) return NoFreeSlots(call, "slot for a state", 1, slots());
   const int64_t first_block = track.blocks.front().index;
   const int64_t block = held.position / options_.keep.interval - first_block;
+  QUIRE_DCHECK(block >= 0 && block < std::ssize(track.blocks)) << "the inputs are not held";
+  QUIRE_DCHECK(held.position / options_.keep.interval == (position - 1) / options_.keep.interval)
+      << "they lie in several blocks";
   replay_ = {.needed = true,
              .from_slot = held.slot,
              .from = held.position,
@@ -268,6 +273,8 @@ void StateHistory::FinishCut(StateTrack& track) noexcept {
     track.records.push_back({.position = position_, .slot = replay_.to_slot, .ends_forward = true});
     replay_ = {};
   }
+  QUIRE_DCHECK((track.records.empty() ? 0 : track.records.back().position) == position_)
+      << "there is no state at the end";
   if (position_ > track.input_start || options_.keep.interval == 0) return;
   track.input_start = position_;
   if (!track.records.empty()) track.records.back().checkpoint = true;
@@ -301,6 +308,7 @@ void StateHistory::CommitRetain() noexcept {
 void StateHistory::CommitImport() noexcept {
   StateTrack& track = tracks_[index_];
   QUIRE_DCHECK(!table()[index_].retained);
+  QUIRE_DCHECK(import_slot_ >= 0) << "no import is planned";
   tracks_.Release(track, false);
   const bool keeps_inputs = options_.keep.interval > 0;
   track.length = position_;

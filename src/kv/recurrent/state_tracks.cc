@@ -62,7 +62,7 @@ int64_t StateTracks::RetainedSlotsWith(const StateTrack& track) const {
 }
 
 StateCut StateTracks::CutAt(const StateTrack& track, int64_t position) const {
-  QUIRE_DCHECK(position >= 0);
+  QUIRE_DCHECK(position >= 0 && position <= track.length);
   StateCut cut;
   while (cut.record_count < track.records.size() &&
          track.records[cut.record_count].position <= position) {
@@ -84,6 +84,7 @@ StateCut StateTracks::CutAt(const StateTrack& track, int64_t position) const {
 StateTrack& StateTracks::Start(int32_t index) noexcept {
   StateTrack& track = (*this)[index];
   QUIRE_DCHECK(track.tree.size() == 0);
+  QUIRE_DCHECK(track.records.empty() && track.blocks.empty()) << "their slots would be lost";
   track.length = 0;
   track.input_start = 0;
   track.records.clear();
@@ -93,6 +94,7 @@ StateTrack& StateTracks::Start(int32_t index) noexcept {
 
 void StateTracks::CopyCut(const StateTrack& parent, const StateCut& cut,
                           StateTrack* child) noexcept {
+  QUIRE_DCHECK(child->records.empty() && child->blocks.empty());
   QUIRE_DCHECK(child->records.capacity() >= cut.record_count) << "no room was reserved";
   QUIRE_DCHECK(child->blocks.capacity() >= cut.block_count) << "no room was reserved";
   for (size_t r = 0; r < cut.record_count; ++r) {
@@ -108,6 +110,7 @@ void StateTracks::CopyCut(const StateTrack& parent, const StateCut& cut,
 
 void StateTracks::Truncate(StateTrack& track, const StateCut& cut, bool retained) noexcept {
   QUIRE_DCHECK(cut.record_count <= track.records.size());
+  QUIRE_DCHECK(cut.block_count <= track.blocks.size());
   while (track.records.size() > cut.record_count) {
     ReleaseRecord(track.records.back(), retained);
     track.records.pop_back();
@@ -123,6 +126,8 @@ void StateTracks::End(StateTrack& track, KeptStates kept) noexcept {
   track.length = kept.length;
   track.input_start = kept.input_start;
   KeepRecords(track, kept);
+  QUIRE_DCHECK(!track.records.empty() && track.records.back().position == track.length)
+      << "there is no state at the end";
   KeepBlocks(track, kept.blocks);
 }
 
@@ -209,6 +214,7 @@ void StateTracks::AddNode(StateTree& tree, int32_t parent, int32_t depth) noexce
 }
 
 void StateTracks::DropNodes(StateTree& tree, int64_t size) noexcept {
+  QUIRE_DCHECK(size >= 0 && size <= tree.size());
   node_count_ -= tree.size() - size;
   QUIRE_DCHECK(node_count_ >= 0);
   const size_t blocks = static_cast<size_t>(BlocksOfNodes(size, keep_.interval));

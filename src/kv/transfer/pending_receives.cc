@@ -21,6 +21,7 @@ std::string Name(uint64_t epoch) { return "epoch " + std::to_string(epoch); }
 
 // The first row of `layer` that is not complete, at most n.
 int64_t CompleteCount(const PendingReceives::Layer& layer, int64_t n) {
+  QUIRE_DCHECK(n >= 0 && n <= std::ssize(layer.row));
   if (layer.rows == static_cast<int64_t>(layer.row.size())) return n;
   return std::find(layer.row.begin(), layer.row.begin() + n, uint8_t{0}) - layer.row.begin();
 }
@@ -87,6 +88,7 @@ LayerKV LayerRowsIn(std::byte* memory, const AttentionLayerSpec& spec, int64_t c
 LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count) {
   const auto part = [&](const TensorView& all) {
     if (all.rank() == 0) return all;
+    QUIRE_DCHECK(first >= 0 && count <= all.dim(0) - first);
     int64_t shape[TensorView::kMaxRank];
     std::ranges::copy(all.shape(), shape);
     shape[0] = count;
@@ -131,6 +133,7 @@ std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_i
     }
     memory += StagingBytes(of, count);
   }
+  QUIRE_DCHECK(memory <= receive->memory.get() + bytes);
   const std::lock_guard lock(mutex_);
   ReserveGrowing(receives_, receives_.size() + 1);
   receive->epoch = next_epoch_;

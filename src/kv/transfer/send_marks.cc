@@ -15,6 +15,8 @@ namespace quire {
 
 HeadsOfTarget HeadsFor(int64_t heads, int64_t remote_heads, int64_t rank, int64_t target,
                        int64_t targets) {
+  QUIRE_DCHECK(heads >= 1 && rank >= 0);
+  QUIRE_DCHECK(target >= 0 && target < targets);
   if (heads == remote_heads) return {.head_count = heads};
   if (heads < remote_heads) {
     if (remote_heads % heads != 0 || targets != 1) return {};
@@ -190,6 +192,7 @@ void SendMarks::Drop(int64_t seq_id) noexcept {
 void SendMarks::Finish(SendMark* mark, Outcome outcome, int64_t SendMark::*reached,
                        int64_t first_row) noexcept {
   const int64_t given = std::exchange(mark->given, 0);
+  QUIRE_DCHECK(sink_ != nullptr) << "the sink went before its marks";
   QUIRE_DCHECK(given > mark->*reached);
   QUIRE_DCHECK(given <= mark->end);
   QUIRE_DCHECK(first_row >= mark->*reached - mark->begin);

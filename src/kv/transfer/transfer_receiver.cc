@@ -91,6 +91,7 @@ Result<ReceiveMap> TransferReceiver::Prepare(const char* call, int64_t seq_id, i
   map.count = count;
   int64_t page_size = 0;  // of the only group
   std::vector<uint64_t> layouts(parts_.size());
+  QUIRE_DCHECK(!parts_.empty());
   QUIRE_RETURN_IF_ERROR(planned.PlanEach([&](size_t p) -> Status {
     QUIRE_ASSIGN_OR_RETURN(const ReservePlan plan,
                            parts_[p].part->PlanReserve(call, seq_id, count));

@@ -78,6 +78,10 @@ class TransferReceiver {
   Status Commit(const char* call, uint64_t epoch, int64_t n);
   Status Cancel(const char* call, uint64_t epoch) { return Commit(call, epoch, 0); }
 
+  // Whether a part receives states, which come last.
+  bool has_states() const {
+    return !receives_.layers().empty() && receives_.layers().back().is_state();
+  }
   // What channels call, from any thread; and what ends reservations with their sequences.
   PendingReceives& receives() { return receives_; }
   const PendingReceives& receives() const { return receives_; }

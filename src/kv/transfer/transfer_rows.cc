@@ -1,6 +1,7 @@
 // What both ends of a transfer do with rows and maps: quire/kv_transfer.h.
 #include <cstring>
 
+#include "base/check.h"
 #include "base/checksum.h"
 #include "base/guard.h"
 #include "kv/transfer/slot_runs.h"
@@ -24,6 +25,7 @@ std::byte* HeadOf(const TensorView& tensor, int64_t row, int64_t head) {
 }
 
 size_t HeadBytes(const TensorView& tensor, int64_t heads) {
+  QUIRE_DCHECK(heads >= 0 && heads <= tensor.dim(1));
   return static_cast<size_t>(heads * tensor.stride(1) * DTypeBytes(tensor.dtype()));
 }
 
@@ -43,6 +45,8 @@ void CopyHeads(const LayerKV& from, int64_t from_head, const LayerKV& to, int64_
                int64_t head_count) {
   ForEachTensor(from, [&](const TensorView LayerKV::*member) {
     const TensorView& source = from.*member;
+    QUIRE_DCHECK((to.*member).dim(0) >= source.dim(0)) << "the receiver has other rows";
+    QUIRE_DCHECK((to.*member).dtype() == source.dtype());
     for (int64_t row = 0; row < source.dim(0); ++row) {
       std::memcpy(HeadOf(to.*member, row, to_head), HeadOf(source, row, from_head),
                   HeadBytes(source, head_count));

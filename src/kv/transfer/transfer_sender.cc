@@ -153,6 +153,7 @@ void TransferSender::ShortenStates(int64_t seq_id, int64_t length) noexcept {
 // ---------------------------------------------------------------------- sending
 
 bool TransferSender::IsStored(const SendMark& mark, int64_t position) {
+  QUIRE_DCHECK(position >= mark.begin && position < mark.end);
   return std::ranges::any_of(mark.targets, [&](const SendMark::Target& target) {
     int64_t slot = -1;
     target.slots.Fill(position - mark.begin, std::span(&slot, 1));
@@ -161,6 +162,7 @@ bool TransferSender::IsStored(const SendMark& mark, int64_t position) {
 }
 
 Status TransferSender::Give(SendMark* mark, int64_t layer, int64_t begin, const LayerKV& rows) {
+  QUIRE_DCHECK(begin >= mark->begin && begin + rows.k.dim(0) <= mark->end);
   mark->ranges.clear();
   const TransferLayer& of = layers_[static_cast<size_t>(layer)];
   const int64_t targets = static_cast<int64_t>(mark->targets.size());
@@ -177,6 +179,8 @@ Status TransferSender::Give(SendMark* mark, int64_t layer, int64_t begin, const 
       size_t stop = row;
       while (stop < count && remote[stop] >= 0) ++stop;
       if (stop > row) {
+        QUIRE_DCHECK(mark->ranges.size() < mark->ranges.capacity()) << "a forward would allocate";
+        QUIRE_DCHECK(heads.head_count > 0) << "DisaggMarkSend takes no such heads";
         const int64_t offset = static_cast<int64_t>(row);
         const int64_t length = static_cast<int64_t>(stop - row);
         mark->ranges.push_back({.seq_id = mark->seq_id,
