@@ -214,7 +214,7 @@ struct BlendMember {
 };
 
 // What windows hide from a sequence. Lengths in tokens; 0 = none.
-struct SequenceWindows {
+struct WindowSettings {
   int64_t window = 0;  // of EnableSlidingWindowForSeq, sinks included
   int64_t sinks = 0;
   int64_t lost = 0;  // hidden after the sinks for good, whatever the window says
@@ -222,19 +222,19 @@ struct SequenceWindows {
   int64_t span = 0;  // the window of AttentionKVCacheOptions::tvm_window_span and its sinks
   int64_t span_sinks = 0;
 
-  bool operator==(const SequenceWindows&) const = default;
+  bool operator==(const WindowSettings&) const = default;
 };
 
 // The positions of a sequence of `length` tokens that its next query does not see in a layer with
 // the window `layer_window` (0 = none), by what had slid in its last forward.
-TokenRange HiddenTokens(const SequenceWindows& windows, int64_t layer_window, int64_t length);
+TokenRange HiddenTokens(const WindowSettings& windows, int64_t layer_window, int64_t length);
 
 // Tokens to import. Rows that every window hides once the import is complete may be left out.
 struct KVImport {
   std::span<const KVBlock> blocks{};
   std::span<const int64_t> tokens{};  // [block]: positions that it stands for
   // Windows of the sequence after the import; only an empty sequence may get any.
-  SequenceWindows windows{};
+  WindowSettings windows{};
 };
 
 class AttentionKVCache : public KVState {
@@ -276,7 +276,7 @@ class AttentionKVCache : public KVState {
   // after its sinks. Empty, and at 0, if nothing has slid.
   virtual Result<TokenRange> SlidRange(int64_t seq_id) const = 0;
 
-  virtual Result<SequenceWindows> GetWindows(int64_t seq_id) const = 0;
+  virtual Result<WindowSettings> GetWindows(int64_t seq_id) const = 0;
 
   // Whether ForkSequence(seq_id, ., position), 0 <= position <= length, finds all tokens that a
   // query there may see. False for unknown sequences and other positions.

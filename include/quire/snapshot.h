@@ -37,7 +37,7 @@ struct SnapshotInfo {
   std::string passport_json;
   std::vector<int32_t> tokens;
   std::string sampler;
-  SequenceWindows windows;
+  WindowSettings windows;
   int64_t state_bytes = 0;  // of recurrent layers
   int64_t version = 1;      // of the file: 2 if there are windows, rows left out or states
   int64_t created_ms = 0;

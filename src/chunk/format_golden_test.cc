@@ -73,7 +73,7 @@ TEST(FormatGolden, SnapshotsThatHideSomethingAreVersion2) {
   EXPECT_EQ(info->version, 2);
   EXPECT_EQ(info->tokens, (std::vector<int32_t>{3, 1, 4, 1, 5}));
   EXPECT_EQ(info->passport, HidingPassport());
-  EXPECT_EQ(info->windows, (SequenceWindows{.window = 5, .sinks = 1, .slid = 1}));
+  EXPECT_EQ(info->windows, (WindowSettings{.window = 5, .sinks = 1, .slid = 1}));
   EXPECT_EQ(info->state_bytes, 24);
 }
 

@@ -340,7 +340,7 @@ SectionSpec SnapshotWindowSection() {
   return {SectionKind::kWindow, 0, 0, ElementType(kDLInt, 64), {int64_t{kWindowNumbers}}};
 }
 
-void WriteSnapshotWindows(const SequenceWindows& windows, int64_t length, std::span<std::byte> to) {
+void WriteSnapshotWindows(const WindowSettings& windows, int64_t length, std::span<std::byte> to) {
   const int64_t numbers[kWindowNumbers] = {
       length,       windows.window, windows.sinks,     windows.lost,
       windows.slid, windows.span,   windows.span_sinks};

@@ -130,10 +130,10 @@ inline ChunkKey SnapshotStateKey(const KeySpace& keys) { return keys.Segment({})
 
 // The section of the last chunk with the windows of a sequence of `length` tokens, int64 [8].
 SectionSpec SnapshotWindowSection();
-void WriteSnapshotWindows(const SequenceWindows& windows, int64_t length, std::span<std::byte> to);
+void WriteSnapshotWindows(const WindowSettings& windows, int64_t length, std::span<std::byte> to);
 // What a file of version 2 adds: windows, whose numbers are in [0, 2^31), and a length. Corrupt.
 struct SnapshotWindows {
-  SequenceWindows windows;
+  WindowSettings windows;
   int64_t length = 0;
 };
 Result<SnapshotWindows> ReadSnapshotWindows(const ChunkView& state);

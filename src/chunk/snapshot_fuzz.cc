@@ -68,7 +68,7 @@ void ReadWindows(std::span<const uint8_t> bytes) {
   QUIRE_CHECK(view.ok()) << view.status().ToString();
   const auto read = quire::ReadSnapshotWindows(*view);
   if (!read.ok()) return;
-  const quire::SequenceWindows& windows = read->windows;
+  const quire::WindowSettings& windows = read->windows;
   for (const int64_t number : {read->length, windows.window, windows.sinks, windows.lost,
                                windows.slid, windows.span, windows.span_sinks}) {
     QUIRE_CHECK(number >= 0 && number < int64_t{1} << 31) << number;

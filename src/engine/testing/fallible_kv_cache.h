@@ -112,7 +112,7 @@ class FallibleKVCache final : public AttentionKVCache, public PlannedState, publ
   }
   Result<int64_t> HeldTokens(int64_t id) const override { return cache_->HeldTokens(id); }
   Result<TokenRange> SlidRange(int64_t id) const override { return cache_->SlidRange(id); }
-  Result<SequenceWindows> GetWindows(int64_t id) const override { return cache_->GetWindows(id); }
+  Result<WindowSettings> GetWindows(int64_t id) const override { return cache_->GetWindows(id); }
 
   const AttentionKVCacheOptions& options() const override { return cache_->options(); }
   bool Empty() const override { return cache_->Empty(); }

@@ -39,7 +39,7 @@ Status BatchPlanner::CheckSpecial(const char* call, int64_t seq_id, int32_t inde
   QUIRE_RETURN_IF_ERROR(CheckPositions(call, seq_id, length, append_length, imported));
   if (load != nullptr && load->only_visible) {
     const int64_t end = length + imported;
-    QUIRE_RETURN_IF_ERROR(windows_.CheckImport(call, sequence, SequenceWindows(), end));
+    QUIRE_RETURN_IF_ERROR(windows_.CheckImport(call, sequence, WindowSettings(), end));
     windows_.LeaveOutHidden({}, length, end, groups);
   }
   return Status();

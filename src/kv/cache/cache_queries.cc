@@ -44,8 +44,8 @@ Result<TokenRange> CacheQueries::SlidRange(int64_t seq_id) const {
   });
 }
 
-Result<SequenceWindows> CacheQueries::GetWindows(int64_t seq_id) const {
-  return gate_.Ask([&]() -> Result<SequenceWindows> {
+Result<WindowSettings> CacheQueries::GetWindows(int64_t seq_id) const {
+  return gate_.Ask([&]() -> Result<WindowSettings> {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("GetWindows", seq_id));
     return windows_.Of(kv_.control[index]);
   });

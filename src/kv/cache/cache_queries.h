@@ -31,7 +31,7 @@ class CacheQueries : public ControlledState<AttentionKVCache>, public BlockQueri
   Result<int64_t> HeldTokens(int64_t seq_id) const final;
   Result<int64_t> GetTreeSize(int64_t seq_id) const final;
   Result<TokenRange> SlidRange(int64_t seq_id) const final;
-  Result<SequenceWindows> GetWindows(int64_t seq_id) const final;
+  Result<WindowSettings> GetWindows(int64_t seq_id) const final;
   bool CanFork(int64_t seq_id, int64_t position) const final;
   Result<bool> UsesLongRope(int64_t seq_id) const final;
 

@@ -117,7 +117,7 @@ Status KVImporter::PlanImport(const char* call, int32_t index, const KVImport& i
   }
   QUIRE_RETURN_IF_ERROR(CheckBlocks(call, start, import, plan.group_appends));
   QUIRE_RETURN_IF_ERROR(Reserve(call, sequence, count, FirstPage::kShared, &plan));
-  const bool sets_windows = leaves_out && import.windows != SequenceWindows();
+  const bool sets_windows = leaves_out && import.windows != WindowSettings();
   if (sets_windows) kv_.tree.hidden().Track(kv_.control.table().entries().size());
   import_ = {.index = index, .kv = import, .sets_windows = sets_windows, .plan = std::move(plan)};
   return Status();

@@ -899,7 +899,7 @@ std::string Walker::CompareOutputs(size_t layer, const LayerOutputs& cache,
 
 // Before its forward.
 FeatureSet Walker::FeaturesOfMember(int64_t id) const {
-  const SequenceWindows windows = model_.GetWindows(id).value();
+  const WindowSettings windows = model_.GetWindows(id).value();
   const bool is_long =
       setting_.options.rope.scaling == RopeScaling::kLongRope && long_factors_.at(id);
   return FeatureSet(past_features_.at(id))
@@ -1219,7 +1219,7 @@ std::string Walker::CompareFresh(uint32_t draw) {
 }
 
 // Brings the fresh cache's sequence, of the first *done tokens, into having this window.
-std::string Walker::MakeFreshWindow(const SequenceWindows& window, size_t* done,
+std::string Walker::MakeFreshWindow(const WindowSettings& window, size_t* done,
                                     const std::vector<uint64_t>& numbers) {
   ForwardStyle style = setting_.style;
   const auto append = [&](size_t end) -> Status {
@@ -1668,7 +1668,7 @@ std::string Walker::LoadFromFork(int64_t parent, bool parent_loads, RandomSequen
   std::string error = ForkTo(parent, child, -1, &forked);
   if (!forked) return error;
   // TVM's windows are not inherited.
-  const SequenceWindows windows = model_.GetWindows(parent).value();
+  const WindowSettings windows = model_.GetWindows(parent).value();
   if (windows.span > 0) {
     QUIRE_WALK_CALL("EnableSlidingWindowForSeq", status, [&](AttentionKVCache& c) {
       return c.EnableSlidingWindowForSeq(child, windows.span, windows.span_sinks);

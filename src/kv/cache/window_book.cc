@@ -66,22 +66,22 @@ int64_t OrNone(int64_t window) { return window == 0 ? kNoWindow : window; }
 
 }  // namespace
 
-TokenRange HiddenTokens(const SequenceWindows& windows, int64_t layer_window, int64_t length) {
+TokenRange HiddenTokens(const WindowSettings& windows, int64_t layer_window, int64_t length) {
   const SequenceWindow now = {.window = kNoWindow, .sinks = windows.sinks, .slid = windows.slid};
   const HiddenRange hidden = HiddenOf(ViewOfRow(now, OrNone(layer_window), length));
   return {std::min(hidden.begin, length), std::min(hidden.end, length)};
 }
 
-SequenceWindows WindowBook::Of(const Sequence& sequence) const {
-  return SequenceWindows{.window = OrZero(sequence.window.window),
-                         .sinks = sequence.window.sinks,
-                         .lost = sequence.window.slid,
-                         .slid = sequence.slid,
-                         .span = OrZero(sequence.span.tokens),
-                         .span_sinks = sequence.span.sinks};
+WindowSettings WindowBook::Of(const Sequence& sequence) const {
+  return WindowSettings{.window = OrZero(sequence.window.window),
+                        .sinks = sequence.window.sinks,
+                        .lost = sequence.window.slid,
+                        .slid = sequence.slid,
+                        .span = OrZero(sequence.span.tokens),
+                        .span_sinks = sequence.span.sinks};
 }
 
-void WindowBook::Set(int32_t index, const SequenceWindows& windows) noexcept {
+void WindowBook::Set(int32_t index, const WindowSettings& windows) noexcept {
   Sequence& sequence = kv_.control[index];
   sequence.window = {
       .window = OrNone(windows.window), .sinks = windows.sinks, .slid = windows.lost};
@@ -121,8 +121,8 @@ bool WindowBook::CanEnd(const Sequence& sequence, int64_t length) const {
 }
 
 Status WindowBook::CheckImport(const char* call, const Sequence& sequence,
-                               const SequenceWindows& windows, int64_t length) const {
-  const SequenceWindows none;
+                               const WindowSettings& windows, int64_t length) const {
+  const WindowSettings none;
   const bool has_own =
       sequence.window.window != kNoWindow || sequence.slid > 0 || sequence.span.tokens != kNoWindow;
   if (kv_.tree.End(sequence.last) > 0 || has_own) {
@@ -156,7 +156,7 @@ Status WindowBook::CheckImport(const char* call, const Sequence& sequence,
                     std::to_string(windows.span_sinks));
 }
 
-void WindowBook::LeaveOutHidden(const SequenceWindows& windows, int64_t start, int64_t end,
+void WindowBook::LeaveOutHidden(const WindowSettings& windows, int64_t start, int64_t end,
                                 std::span<GroupAppend> groups) const {
   for (size_t g = 0; g < kv_.groups.size(); ++g) {
     const TokenRange hidden = HiddenTokens(windows, kv_.groups[g].window, end);

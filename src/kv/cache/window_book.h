@@ -29,21 +29,21 @@ class WindowBook {
   // ---- Switching, as AttentionKVCache has it. REQUIRES: the sequence is outside of the batch.
   Status Enable(const char* call, int32_t index, int64_t window, int64_t sinks);
   Status Disable(const char* call, int32_t index);
-  SequenceWindows Of(const Sequence& sequence) const;
+  WindowSettings Of(const Sequence& sequence) const;
   // The sequence was just imported with them. REQUIRES: CheckImport, and
   // BlockTree::TrackHidden.
-  void Set(int32_t index, const SequenceWindows& windows) noexcept;
+  void Set(int32_t index, const WindowSettings& windows) noexcept;
 
   // ---- What is legal.
   // BadState unless the sequence can be cut or forked at `length`.
   Status CheckEnd(const char* call, const Sequence& sequence, int64_t length) const;
   bool CanEnd(const Sequence& sequence, int64_t length) const;
   // Whether a sequence of `length` tokens can be imported with these windows.
-  Status CheckImport(const char* call, const Sequence& sequence, const SequenceWindows& windows,
+  Status CheckImport(const char* call, const Sequence& sequence, const WindowSettings& windows,
                      int64_t length) const;
   // Windows of layers and `windows` hide tokens of [start, end) from what stands behind them: the
   // appends leave these out.
-  void LeaveOutHidden(const SequenceWindows& windows, int64_t start, int64_t end,
+  void LeaveOutHidden(const WindowSettings& windows, int64_t start, int64_t end,
                       std::span<GroupAppend> groups) const;
 
   // ---- Sliding.

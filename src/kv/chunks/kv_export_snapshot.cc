@@ -21,7 +21,7 @@ Status CheckLength(const SequenceStates& states, int64_t seq_id, size_t token_co
 
 // What a file of version 2 has beyond one of version 1.
 struct HiddenState {
-  SequenceWindows windows;
+  WindowSettings windows;
   int64_t length = 0;
   HiddenRanges hidden;
   bool any = false;
@@ -35,7 +35,7 @@ Result<HiddenState> HiddenStateOf(const SequenceStates& states, int64_t seq_id) 
   }
   state.hidden = HiddenOfLayers(states, state.windows, state.length);
   const auto hides = [](const TokenRange& range) { return range.count() > 0; };
-  state.any = states.recurrent_count() > 0 || !(state.windows == SequenceWindows()) ||
+  state.any = states.recurrent_count() > 0 || !(state.windows == WindowSettings()) ||
               std::ranges::any_of(state.hidden, hides);
   return state;
 }
@@ -130,8 +130,8 @@ Status LoadPlain(AttentionKVCache& cache, int64_t seq_id, const SnapshotReader& 
 }
 
 // REQUIRES: the sequence has no tokens.
-Status EnableWindow(const SequenceStates& states, int64_t seq_id, const SequenceWindows& windows) {
-  if (windows == SequenceWindows()) return Status();
+Status EnableWindow(const SequenceStates& states, int64_t seq_id, const WindowSettings& windows) {
+  if (windows == WindowSettings()) return Status();
   const bool is_span = windows.span > 0;
   return states.attention()->EnableSlidingWindowForSeq(
       seq_id, is_span ? windows.span : windows.window,
@@ -144,7 +144,7 @@ Status LoadHiding(const SequenceStates& states, int64_t seq_id, const SnapshotRe
                   SnapshotInfo& info) {
   QUIRE_ASSIGN_OR_RETURN(const SnapshotChunk state, reader.ReadState());
   QUIRE_ASSIGN_OR_RETURN(const SnapshotWindows saved, ReadSnapshotWindows(state.view));
-  if (states.attention() == nullptr && !(saved.windows == SequenceWindows())) {
+  if (states.attention() == nullptr && !(saved.windows == WindowSettings())) {
     return Status(StatusCode::kCorrupt,
                   "damaged snapshot: it has windows, and its passport no attention layers");
   }

@@ -452,9 +452,9 @@ TEST_F(SnapshotTest, ForgedWindowsAreRefused) {
   ASSERT_TRUE(cache->AddSequence(0).ok());
   ASSERT_TRUE(cache->EnableSlidingWindowForSeq(0, 6, 2).ok());
   ForwardBytes(*cache, 0, tokens_);
-  const SequenceWindows sound = *cache->GetWindows(0);
-  const auto try_with = [&](const std::function<void(SequenceWindows&)>& change) {
-    SequenceWindows windows = sound;
+  const WindowSettings sound = *cache->GetWindows(0);
+  const auto try_with = [&](const std::function<void(WindowSettings&)>& change) {
+    WindowSettings windows = sound;
     change(windows);
     std::vector<KVBlock> blocks(1, KVBlock(2));
     const int64_t tokens = 11;
@@ -466,7 +466,7 @@ TEST_F(SnapshotTest, ForgedWindowsAreRefused) {
     EXPECT_EQ(cache->StateDigest(), digest);
     return status.code();
   };
-  const std::function<void(SequenceWindows&)> changes[] = {
+  const std::function<void(WindowSettings&)> changes[] = {
       [](auto& w) { w.window = -1; },       [](auto& w) { w.window = w.sinks; },
       [](auto& w) { w.sinks = 12; },        [](auto& w) { w.lost = -1; },
       [](auto& w) { w.lost = w.slid + 1; }, [](auto& w) { w.slid = 10; },

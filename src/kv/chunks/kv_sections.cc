@@ -108,7 +108,7 @@ int64_t AttentionLayerCount(const SequenceStates& states) {
   return static_cast<int64_t>(LayersOf(states).size());
 }
 
-HiddenRanges HiddenOfLayers(const SequenceStates& states, const SequenceWindows& windows,
+HiddenRanges HiddenOfLayers(const SequenceStates& states, const WindowSettings& windows,
                             int64_t length) {
   HiddenRanges hidden;
   for (const AttentionLayerSpec& layer : LayersOf(states))

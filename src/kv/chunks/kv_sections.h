@@ -18,7 +18,7 @@ namespace quire {
 using HiddenRanges = std::vector<TokenRange>;
 
 // What the next query of a sequence of `length` tokens does not see.
-HiddenRanges HiddenOfLayers(const SequenceStates& states, const SequenceWindows& windows,
+HiddenRanges HiddenOfLayers(const SequenceStates& states, const WindowSettings& windows,
                             int64_t length);
 
 int64_t AttentionLayerCount(const SequenceStates& states);

@@ -346,9 +346,9 @@ Status KVModel::DisableSlidingWindowForSeq(int64_t seq_id) {
   return Status();
 }
 
-Result<SequenceWindows> KVModel::GetWindows(int64_t seq_id) const {
+Result<WindowSettings> KVModel::GetWindows(int64_t seq_id) const {
   if (!HasSequence(seq_id)) return Bad(StatusCode::kUnknownSequence, "no such sequence");
-  return SequenceWindows(sequences_.at(seq_id));
+  return WindowSettings(sequences_.at(seq_id));
 }
 
 Result<int64_t> KVModel::HeldTokens(int64_t seq_id) const {
@@ -1317,8 +1317,8 @@ Status KVModel::Import(int64_t seq_id, const KVImport& import, bool leaves_out) 
   QUIRE_RETURN_IF_ERROR(CheckRoom());
   Sequence& sequence = sequences_.at(seq_id);
   AddPlaces(sequence, count, absent);
-  if (leaves_out && !(import.windows == SequenceWindows())) {
-    static_cast<SequenceWindows&>(sequence) = import.windows;
+  if (leaves_out && !(import.windows == WindowSettings())) {
+    static_cast<WindowSettings&>(sequence) = import.windows;
   } else {
     sequence.Slide();
   }

@@ -179,7 +179,7 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   // find too few of them.
   void FindNoRoom(bool finds_none) { finds_no_room_ = finds_none; }
 
-  Result<SequenceWindows> GetWindows(int64_t seq_id) const override;
+  Result<WindowSettings> GetWindows(int64_t seq_id) const override;
 
   // How far a correct kernel's outputs may lie from the model's: o is [row][Hq][Dv], lse [row][Hq].
   struct Bounds {
@@ -210,7 +210,7 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   };
   // `lost` tokens are hidden behind the sinks whatever the window says, `slid` from the next query,
   // as of the last forward. A span turns into lost tokens when a forward ends.
-  struct Windows : SequenceWindows {
+  struct Windows : WindowSettings {
     int64_t SlidAt(int64_t position) const;
     bool Sees(int64_t position, int64_t key, int64_t layer_window) const;
     void EndAt(int64_t length);

@@ -250,7 +250,7 @@ class Walker {
   History PathTo(int64_t id, int64_t node) const;
   std::string Window(const WalkOp& op);
   std::string Shared(const WalkOp& op);
-  std::string MakeFreshWindow(const SequenceWindows& window, size_t* done,
+  std::string MakeFreshWindow(const WindowSettings& window, size_t* done,
                               const std::vector<uint64_t>& numbers);
   std::string ExportPart(int64_t id, int64_t start, int64_t count,
                          std::array<std::vector<StoredRows>, 2>* parts);
@@ -310,7 +310,7 @@ class Walker {
   std::map<int64_t, bool> long_factors_;
   std::set<int64_t> retained_;
   Seen seen_;
-  SequenceWindows fresh_window_;  // that CompareFresh is to have
+  WindowSettings fresh_window_;  // that CompareFresh is to have
   int64_t fresh_comparisons_ = 0;
   int64_t slid_tokens_ = 0;  // that some sequence did not hold, summed over steps
   Walker* other_ = nullptr;
@@ -330,7 +330,7 @@ class Walker {
   int64_t tokens_taken_ = 0;
   bool call_failed_ = false;
   std::map<int64_t, History> before_;
-  std::map<int64_t, SequenceWindows> windows_before_;  // of members of the last batch
+  std::map<int64_t, WindowSettings> windows_before_;  // of members of the last batch
   Batch batch_;
   std::vector<WalkLoad> loads_;  // of the forward
   std::vector<uint64_t> rows_;
