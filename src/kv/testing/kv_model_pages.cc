@@ -70,12 +70,14 @@ KVModel::PageBounds KVModel::PagesTakenBy(std::span<const Growth> growths, size_
     ++end.members;
     end.may_be_apart |= may_gather || sequence.tokens.back().gathered != 0;
   }
-  for (const auto& [token, end] : ends) {
-    const auto length = static_cast<size_t>(token.first);
-    const bool has_more = std::ranges::any_of(sequences_, [&](const auto& entry) {
+  for (const auto& place : ends) {
+    const auto [length, values] = place.first;
+    const End& end = place.second;
+    const auto ends_here = [at = static_cast<size_t>(length), values = values](const auto& entry) {
       const std::vector<Token>& tokens = entry.second.tokens;
-      return tokens.size() > length && tokens[length - 1].values.get() == token.second;
-    });
+      return tokens.size() > at && tokens[at - 1].values.get() == values;
+    };
+    const bool has_more = std::ranges::any_of(sequences_, ends_here);
     taken.least += end.may_be_apart ? 0 : end.members - 1;
     taken.most += end.members - (has_more || end.may_be_apart ? 0 : 1);
   }
