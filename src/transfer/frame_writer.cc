@@ -80,7 +80,7 @@ void FrameWriter::StartPartFrame(Item* item) {
 
 void FrameWriter::SetFrame(TransferOpcode opcode, std::vector<std::byte> head,
                            std::span<const std::byte> data) {
-  QUIRE_DCHECK(!in_frame_) << "bytes of another frame are not written yet";
+  QUIRE_DCHECK(!in_frame_) << "bytes of another frame are still to be written";
   QUIRE_DCHECK(std::ssize(head) <= wire::kTransferHeadBytesMax) << "no peer takes such a head";
   QUIRE_DCHECK(std::ssize(data) <= wire::kFrameDataBytesMax) << "nor such data";
   head_ = std::move(head);
