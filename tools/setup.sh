@@ -121,6 +121,7 @@ create_venv() {
   version="$(python_version "$python")"
   [[ $(printf '%s\n' 3.11 "$version" | sort -V | head -n 1) == 3.11 ]] ||
     die "$python is Python $version; Quire needs 3.11 or newer: set PYTHON to one"
+  [[ ! -L $QUIRE_VENV ]] || die "$QUIRE_VENV is a link, and what it leads to would be emptied; remove the link"
   say "making the virtual environment .venv (Python $version)"
   quietly "$python" -m venv --clear "$QUIRE_VENV"
   # `import quire` in this environment is the checkout's.
