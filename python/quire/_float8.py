@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 
 from quire import errors
-from quire._safetensors_header import StoredTensor
+from quire._safetensors_header import FLOATS, StoredTensor, as_float32
 
 __all__ = ["FLOAT8", "Scales", "block_of", "is_of_activations", "read_scales", "scale_names"]
 
 FLOAT8 = "F8_E4M3"
 _SCALES = ("_scale_inv", "_scale")
-_FLOATS: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-}
 
 
 def _numbers() -> np.ndarray:
@@ -90,14 +85,15 @@ def read_scales(
         BadArgumentError: they are no floating-point numbers.
         CorruptError: they do not fit the matrix.
     """
-    if stored.type_name not in _FLOATS:
+    dtype = FLOATS.get(stored.type_name)
+    if dtype is None:
         raise errors.BadArgumentError(
             f"{stored.path}: tensor {stored.name} is stored as {stored.type_name}; scales must be "
             "F16, BF16 or F32"
         )
     n, k = shape
     if block is None:
-        block = (n, k) if stored.byte_count == _FLOATS[stored.type_name].itemsize else (1, k)
+        block = (n, k) if stored.byte_count == dtype.itemsize else (1, k)
     blocks = (-(-n // block[0]), -(-k // block[1]))
     if stored.shape != blocks and (block[1] != k or int(np.prod(stored.shape)) != blocks[0]):
         raise errors.CorruptError(
@@ -105,10 +101,7 @@ def read_scales(
             f"{list(shape)}; scales of blocks of {block[0]} outputs and {block[1]} inputs are "
             "expected"
         )
-    dtype = _FLOATS[stored.type_name]
     with stored.path.open("rb") as file:
         file.seek(stored.offset)
         raw = np.fromfile(file, dtype, blocks[0] * blocks[1])
-    if dtype == np.dtype("<u2"):
-        raw = (raw.astype(np.uint32) << 16).view(np.float32)
-    return Scales(raw.astype(np.float32).reshape(blocks), block)
+    return Scales(as_float32(raw).reshape(blocks), block)

@@ -1,4 +1,5 @@
-"""The header of a safetensors file, checked: what a damaged file says is never believed."""
+"""The header of a safetensors file, checked: what a damaged file says is never believed. And its
+floating-point elements, as numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +10,18 @@ import struct
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from quire import errors
 
-__all__ = ["StoredTensor", "read_header"]
+__all__ = ["FLOATS", "StoredTensor", "as_float32", "read_header"]
+
+# How elements are read from a file; bfloat16 as its bits.
+FLOATS: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
 
 # The format's own limit; headers of real models have some MB.
 _HEADER_BYTES_MAX = 100_000_000
@@ -96,3 +106,10 @@ def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(
         isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
     )
+
+
+def as_float32(raw: np.ndarray) -> np.ndarray:
+    """Elements that were read with one of FLOATS."""
+    if raw.dtype == np.uint16:
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32)

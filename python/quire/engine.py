@@ -1429,12 +1429,7 @@ class Engine(_ffi.ThreadOwner):
             bos_token_id=None if bos < 0 else bos,
             parameter_count=int(fields["parameter_count"]),
             weight_bytes=int(fields["weight_bytes"]),
-            weight_types=dict(
-                sorted(
-                    ((str(name), int(size)) for name, size in fields["weight_types"].items()),
-                    key=lambda entry: (-entry[1], entry[0]),
-                )
-            ),
+            weight_types={str(name): int(size) for name, size in fields["weight_types"]},
             layers=tuple(
                 LayerSpec(
                     **{

@@ -15,7 +15,7 @@ import numpy as np
 from quire import _float8, _q4k, errors
 from quire._model_folder import GGUF_WEIGHTS
 from quire._new_folder import check_free, check_room, new_folder
-from quire._safetensors_header import StoredTensor, read_header
+from quire._safetensors_header import FLOATS, StoredTensor, as_float32, read_header
 from quire.packing import copy_other_files
 
 __all__ = ["WEIGHTS", "quantize_model"]
@@ -67,11 +67,6 @@ _PARTS = {
 }
 # Angles of the rotation, which old folders hold and the configuration says already.
 _COMPUTED = ".rotary_emb.inv_freq"
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +253,7 @@ def _check_can_be_quantised(stored: StoredTensor, has_scales: bool) -> None:
             f"{stored.name}_scale or {stored.name}_scale_inv is expected"
         )
     is_plain = len(stored.shape) == 2 if has_scales else len(stored.shape) in (1, 2)
-    is_plain = is_plain and (has_scales or stored.type_name in _DTYPES)
+    is_plain = is_plain and (has_scales or stored.type_name in FLOATS)
     if not is_plain or 0 in stored.shape or _gguf_name(stored.name) is None:
         raise errors.BadArgumentError(
             f"{stored.path}: tensor {stored.name} of {stored.type_name} cannot be quantised; "
@@ -334,14 +329,14 @@ def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
 
     unit = max(tensor.head_rows, 1)
     step = max(_VALUES_PER_PART // (tensor.columns * unit), 1) * unit
-    dtype = np.dtype(np.uint8) if tensor.scales else _DTYPES[tensor.type_name]
+    dtype = np.dtype(np.uint8) if tensor.scales else FLOATS[tensor.type_name]
     scales = tensor.scales and _float8.read_scales(tensor.scales, tensor.shape, tensor.block)
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         for first in range(0, tensor.rows, step):
             rows = min(step, tensor.rows - first)
             raw = np.fromfile(file, dtype, rows * tensor.columns).reshape(rows, tensor.columns)
-            values = scales.numbers(raw, first) if scales else _as_float32(raw)
+            values = scales.numbers(raw, first) if scales else as_float32(raw)
             if not np.isfinite(values).all():
                 raise errors.CorruptError(
                     f"{tensor.path}: tensor {tensor.name} holds a value that is not finite"
@@ -361,12 +356,6 @@ def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
                 yield np.ascontiguousarray(quants.quantize(values, kind))
             else:
                 yield np.ascontiguousarray(values)
-
-
-def _as_float32(raw: np.ndarray) -> np.ndarray:
-    if raw.dtype == np.uint16:
-        return (raw.astype(np.uint32) << 16).view(np.float32)
-    return raw.astype(np.float32)
 
 
 def _rotary_pairs(values: np.ndarray, head_rows: int) -> np.ndarray:

@@ -174,9 +174,12 @@ tf::Array<tf::Any> LayersOf(const ModelInfo& info) {
   return layers;
 }
 
-OptionMap WeightTypesOf(const ModelInfo& info) {
-  OptionMap types;
-  for (const WeightType& type : info.weight_types) types.Set(tf::String(type.name), type.bytes);
+// Pairs of a name and its bytes: a map would have no order.
+tf::Array<tf::Any> WeightTypesOf(const ModelInfo& info) {
+  tf::Array<tf::Any> types;
+  for (const WeightType& type : info.weight_types) {
+    types.push_back(tf::Array<tf::Any>{tf::String(type.name), type.bytes});
+  }
   return types;
 }
 

@@ -49,7 +49,7 @@ def read_wanted(fields: Fields, format: str | None = "response_format") -> Wante
 
     format: the field that says it in OpenAI's form; None: this API has none.
     """
-    found = [] if format is None else [_read_format(fields, format)]
+    found = [] if format is None else [_read_format(fields, format, nests=True)]
     found += [_read_structured(fields), *(_read_guided(fields, name) for name in _GUIDED)]
     given = [entry for entry in found if entry is not None]
     fields.ignore("guided_decoding_backend")
@@ -64,9 +64,9 @@ def read_wanted(fields: Fields, format: str | None = "response_format") -> Wante
     return given[0]
 
 
-def _read_format(fields: Fields, name: str) -> Wanted | None:
+def _read_format(fields: Fields, name: str, *, nests: bool) -> Wanted | None:
     """OpenAI's form: {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema"} with the
-    schema beside it or, in chats, within "json_schema"."""
+    schema beside it or, where the API nests it, within "json_schema"; both are read everywhere."""
     format = fields.object(name)
     if format is None:
         return None
@@ -79,7 +79,7 @@ def _read_format(fields: Fields, name: str) -> Wanted | None:
     assert inner is not None
     inner.ignore("name", "description", "strict")
     if not inner.has("schema"):
-        if inner is format and name == "response_format":
+        if nests and inner is format:
             inner.refuse("json_schema", "an object whose schema is a JSON schema")
         inner.refuse("schema", "a JSON schema")
     return wanted(inner.name("schema"), {"json_schema": inner.any("schema")})
@@ -88,7 +88,7 @@ def _read_format(fields: Fields, name: str) -> Wanted | None:
 def read_inner_format(fields: Fields, name: str) -> Wanted | None:
     """As `read_wanted`, in APIs that have OpenAI's form as the `format` of another field."""
     outer = fields.object(name)
-    format = None if outer is None else _read_format(outer, "format")
+    format = None if outer is None else _read_format(outer, "format", nests=False)
     other = read_wanted(fields, None)
     if format is not None and other is not None:
         fields.refuse(name, f"without a format beside {other.field}")
