@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <string_view>
 
 #include "bench_case.h"
+#include "kernels/backend.h"
 
 namespace quire::bench {
 namespace {
@@ -166,6 +168,52 @@ QUIRE_TARGET("avx2") float PeakInt8Avx2() {
   return static_cast<float>(_mm256_cvtsi256_si32(chains[0]));
 }
 
+// Products of whole tiles: of 16 rows, and of 16 columns in rows of 64 bytes. Four sums hide the
+// latency of one.
+constexpr int64_t kTileSteps = kPeakSteps / 16;
+constexpr int kTileSums = 4;
+
+QUIRE_TARGET("amx-tile") void ConfigureTiles() {
+  alignas(64) uint8_t config[64] = {1};  // the palette
+  for (int tile = 0; tile < 8; ++tile) {
+    config[16 + 2 * tile] = 64;  // bytes of a row
+    config[48 + tile] = 16;      // rows
+  }
+  _tile_loadconfig(config);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+}
+
+QUIRE_TARGET("amx-tile,amx-bf16") float PeakTilesBf16() {
+  ConfigureTiles();
+  for (int64_t step = 0; step < kTileSteps; ++step) {
+    _tile_dpbf16ps(0, 4, 5);
+    _tile_dpbf16ps(1, 4, 5);
+    _tile_dpbf16ps(2, 4, 5);
+    _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_release();
+  return 0;
+}
+
+QUIRE_TARGET("amx-tile,amx-int8") float PeakTilesInt8() {
+  ConfigureTiles();
+  for (int64_t step = 0; step < kTileSteps; ++step) {
+    _tile_dpbusd(0, 4, 5);
+    _tile_dpbusd(1, 4, 5);
+    _tile_dpbusd(2, 4, 5);
+    _tile_dpbusd(3, 4, 5);
+  }
+  _tile_release();
+  return 0;
+}
+
+// The kernels have asked the system for tiles, and got them.
+bool HasTiles() { return Require(FindBackend(""))->name == std::string_view("avx512_amx"); }
 bool HasAvx512() { return __builtin_cpu_supports("avx512f") != 0; }
 bool HasAvx2() { return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0; }
 
@@ -189,6 +237,13 @@ Peak PeakOf(int lanes, float (*loop)()) {
   return {loop, 2.0 * lanes * kChains * static_cast<double>(kPeakSteps)};
 }
 
+#if defined(__x86_64__)
+// `pairs`: products that a sum of a tile gets from one instruction.
+Peak PeakOfTiles(int pairs, float (*loop)()) {
+  return {loop, 2.0 * 16 * 16 * pairs * kTileSums * static_cast<double>(kTileSteps)};
+}
+#endif
+
 Peak FloatPeak() {
 #if defined(__x86_64__)
   if (HasAvx512()) return PeakOf(16, PeakAvx512);
@@ -199,6 +254,7 @@ Peak FloatPeak() {
 
 Peak Int8Peak() {
 #if defined(__x86_64__)
+  if (HasTiles()) return PeakOfTiles(64, PeakTilesInt8);
   if (__builtin_cpu_supports("avx512vnni") != 0) return PeakOf(64, PeakInt8Avx512);
   if (HasAvx2()) return PeakOf(32, PeakInt8Avx2);
 #endif
@@ -257,7 +313,9 @@ nlohmann::json MachineProbe::Measure(int repetitions, bool single) {
       peak("f32_1", FloatPeak(), *one_);
     }
 #if defined(__x86_64__)
-    if (has_bf16_dot()) peak("bf16_n", PeakOf(32, PeakBf16), *all_);
+    if (has_bf16_dot()) {
+      peak("bf16_n", HasTiles() ? PeakOfTiles(32, PeakTilesBf16) : PeakOf(32, PeakBf16), *all_);
+    }
 #endif
   }
   return out;

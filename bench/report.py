@@ -20,6 +20,7 @@ END = "<!-- end of results -->"
 _HEADER = "| case | Quire | peers: figure, Quire times as fast (rounds) | of bound | goals | date |"
 _RULE = "| --- | --- | --- | --- | --- | --- |"
 _UNITS = {"tokens": "t/s", "us": "µs", "times": "×"}
+_EIGHT_BILLION = "model/8b-q4_k_m/generate/1x0"
 # The rows that the page shows: few, as every machine has them.
 HEADLINES = (
     "decode/bf16/gqa4/8x4096",
@@ -34,7 +35,7 @@ HEADLINES = (
     "model/1b-q4_k_m/prefill/512",
     "model/1b-q4_k_m/generate/1x0",
     "model/1b-q4_k_m/generate/16x0",
-    "model/8b-q4_k_m/generate/1x0",
+    _EIGHT_BILLION,
     "chunks/1.1b/disk: get",
     "tier/110m/first_token/4096",
     "serve/110m/clients/8x(512+64)",
@@ -177,10 +178,20 @@ def update(page: Path, folder: Path) -> None:
     page.write_text(f"{before}{BEGIN}\n{render(newest(folder))}\n{END}{after}", encoding="utf-8")
 
 
+def _answer_speed(rows: dict[str, Recorded]) -> list[str]:
+    """What a user gets of an 8B, where that was measured."""
+    if _EIGHT_BILLION not in rows:
+        return []
+    row = rows[_EIGHT_BILLION].row
+    peers = ", ".join(f"{peer.peer} {number(peer.value)}" for peer in row.comparisons)
+    return [f"An 8B model in 4 bits: {number(row.value)} tokens/s; {peers}.\n"]
+
+
 def render(machines: dict[str, dict[str, Recorded]]) -> str:
     parts = []
     for machine, rows in machines.items():
         shown = [rows[name] for name in HEADLINES if name in rows]
         lines = [table_line(each.row, each.date) for each in shown]
-        parts.append("\n".join([f"\n### {machine}\n", _HEADER, _RULE, *lines]))
+        head = [f"\n### {machine}\n", *_answer_speed(rows), _HEADER, _RULE]
+        parts.append("\n".join([*head, *lines]))
     return "\n".join(parts) + "\n"
