@@ -3,6 +3,8 @@
 #ifndef QUIRE_KV_CONTROL_CONTROL_CALL_H_
 #define QUIRE_KV_CONTROL_CONTROL_CALL_H_
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -44,7 +46,27 @@ struct ControlCall {
   bool leaves_out = true;                     // kImport: rows that every window hides may lack
   const char* entry = nullptr;                // what the caller has called, if not that of the kind
 
-  const char* name() const;
+  const char* name() const {
+    if (entry != nullptr) return entry;
+    if (kind == Kind::kBegin && !loads.empty()) return "BeginLoadingForward";
+    return kNames[static_cast<size_t>(kind)];
+  }
+
+ private:
+  // By kind.
+  static constexpr std::array<const char*, 12> kNames = {"Clear",
+                                                         "AddSequence",
+                                                         "RemoveSequence",
+                                                         "ForkSequence",
+                                                         "PopN",
+                                                         "SetRetained",
+                                                         "BeginForward",
+                                                         "EndForward",
+                                                         "AbortForward",
+                                                         "BeginTreeForward",
+                                                         "CommitAcceptedTokenTreeNodes",
+                                                         "ImportState"};
+  static_assert(kNames.size() == static_cast<size_t>(Kind::kImport) + 1);
 };
 
 // A state whose control calls come in two halves.
