@@ -41,25 +41,45 @@ def weights_identity(model_config: Any) -> dict[str, str]:
     return model_identity(folder)
 
 
+def _cpu() -> str:
+    import torch
+
+    capability = str(torch.backends.cpu.get_cpu_capability()).lower().replace(" ", "_")
+    tiles = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+    return f"cpu/{capability}{'+amx' if tiles else ''}"
+
+
+def _gpu() -> str:
+    """By vLLM's platform, which asks the driver: torch would start CUDA in the scheduler, too."""
+    import torch
+    from vllm.platforms import current_platform
+
+    name = str(current_platform.get_device_name()).strip().lower().replace(" ", "_")
+    capability = current_platform.get_device_capability()
+    version = "none" if capability is None else f"{capability.major}.{capability.minor}"
+    library = torch.version.cuda or torch.version.hip
+    return f"gpu/{name}/{version}/torch/{torch.__version__}/{library}"
+
+
 def _layout(vllm_config: Any, block_size: int) -> tuple[str, str]:
     """The order of the bytes within a block, and what computed them. K and V lie in an order that
     the attention kernel chose, so blocks of another kernel or size are not these."""
-    import torch
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    capability = str(torch.backends.cpu.get_cpu_capability()).lower().replace(" ", "_")
-    tiles = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
-    kernel = f"cpu/{capability}{'+amx' if tiles else ''}"
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
+    kernel = _cpu() if device == "cpu" else _gpu()
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    attention = getattr(backend, "name", "auto")
     numerics = "/".join(
         str(part)
         for part in (
             "vllm", vllm.__version__, kernel, str(model.dtype).removeprefix("torch."),
-            cache.cache_dtype, model.quantization or "none", getattr(backend, "name", "auto"),
+            cache.cache_dtype, model.quantization or "none", attention,
         )
     )  # fmt: skip
-    return f"vllm/{vllm.__version__}/{kernel}/{block_size}", numerics
+    layout = f"vllm/{vllm.__version__}/{kernel}/{block_size}"
+    return layout if device == "cpu" else f"{layout}/{attention}", numerics
 
 
 def passport_of(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import quire
 from quire import errors
-from quire.vllm._arena import ArenaView
+from quire.vllm import _blocks
+from quire.vllm._arena import ArenaView, SharedChunks
 from quire.vllm._events import StoreEvent
 from quire.vllm._identity import layer_order
 from quire.vllm._options import SPACES_MAX, Options, close_store, open_store
@@ -28,8 +30,8 @@ class WorkerSide:
         self._tells_events = tells_events
         self._is_apart = False  # from the scheduler, which then has another store
         self._block_count, self._layer_bytes = block_count, layer_bytes
-        self._layers: list[Any] = []  # of a layer: uint8 [blocks, ...], vLLM's own memory
-        self._memory: quire.BlockMemory | None = None
+        self._layer_count = 0
+        self._blocks: _blocks.Blocks | None = None  # vLLM's own memory
         self._store: quire.ChunkStore | None = None
         self._passport: Mapping[str, Any] = {}
         self._spaces: dict[bytes, quire.ChunkSpace] = {}
@@ -38,6 +40,7 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._ended: list[int] = []
         self._failed = 0
+        self._errors: list[Exception] = []
         self._count: dict[str, int] = {}
 
     # ---- Memory
@@ -45,18 +48,14 @@ class WorkerSide:
     def register(self, caches: Mapping[str, Any]) -> None:
         """vLLM's tensors, by the names of their layers.
 
-        Raises BadArgumentError for tensors that are not pages of the size that vLLM told.
+        Raises BadArgumentError for tensors that are not pages of the size that vLLM told, or not on
+        one device that the connector knows.
         """
         import torch
 
         layers = []
         for name in layer_order(list(caches)):
             tensor = caches[name]
-            if tensor.device.type != "cpu":
-                raise errors.BadArgumentError(
-                    f"QuireConnector: the KV of {name} is on {tensor.device}; it takes that of "
-                    "vLLM's CPU build only"
-                )
             pages = tensor.view(torch.uint8)
             if pages.shape[0] != self._block_count and pages.dim() > 1:
                 pages = pages.transpose(0, 1)  # keys of all blocks, then values
@@ -67,8 +66,18 @@ class WorkerSide:
                     f"{self._block_count} blocks of {self._layer_bytes // self._part} bytes"
                 )
             layers.append(pages)
-        self._layers = layers
-        self._memory = quire.BlockMemory({("latent", i): each for i, each in enumerate(layers)})
+        devices = {str(each.device) for each in layers}
+        if len(devices) != 1:
+            raise errors.BadArgumentError(
+                f"QuireConnector: the KV is on the devices {sorted(devices)}; it takes one"
+            )
+        self._layer_count = len(layers)
+        stream = _blocks.stream_of(layers[0].device)
+        self._blocks = (
+            _blocks.HostBlocks(layers)
+            if stream is None
+            else _blocks.DeviceBlocks(layers, self._part, stream, self._options.staging_bytes)
+        )
 
     @property
     def _part(self) -> int:
@@ -94,49 +103,46 @@ class WorkerSide:
 
     # ---- Loads
 
-    def load(self, plan: StepPlan) -> list[Exception]:
-        """Fills all blocks of the step. What cannot be filled is a bad block; why."""
-        failures: list[Exception] = []
+    def load(self, plan: StepPlan) -> None:
+        """Fills all blocks of the step. What cannot be filled is a bad block."""
         for each in plan.loads:
             try:
                 self._load(plan, each)
                 self._add("loaded_tokens", each.chunk_count * self._options.chunk_tokens)
             except Exception as error:
-                failures.append(error)
+                self._errors.append(error)
                 self._failed += 1
                 self._bad_blocks.update(each.blocks)
                 self._add("failed_loads")
             self._ended.append(each.number)
-        return failures
 
     def _load(self, plan: StepPlan, load: LoadPlan) -> None:
-        assert self._memory is not None
         if load.slots is not None:
-            self._load_shared(plan, load)
+            shared = SharedChunks(self._arena_view(plan), load.slots)
+            self._registered.load(shared, load.chunk_count, load.blocks)
             return
         fetch = fetches_in_flight.pop(load.number, None)
         if fetch is None:
             raise RuntimeError(f"nothing is known of load {load.number}")
         try:
-            for layer in range(len(self._layers)):
-                fetch.scatter(
-                    layer, self._memory, load.blocks, first=load.first, count=load.chunk_count
-                )
+            fetched = _blocks.FetchedChunks(fetch, load.first)
+            self._registered.load(fetched, load.chunk_count, load.blocks)
         finally:
             fetch.close()
 
-    def _load_shared(self, plan: StepPlan, load: LoadPlan) -> None:
-        import torch
+    @property
+    def _registered(self) -> _blocks.Blocks:
+        if self._blocks is None:
+            raise errors.BadStateError("QuireConnector: vLLM has registered no KV")
+        return self._blocks
 
-        if plan.arena is None or load.slots is None:
+    def _arena_view(self, plan: StepPlan) -> ArenaView:
+        if plan.arena is None:
             raise RuntimeError("the plan names slots and no shared memory")
         if self._view is None or self._arena != plan.arena:
             self._arena = plan.arena
-            self._view = ArenaView(plan.process, *plan.arena, len(self._layers), self._layer_bytes)
-        blocks = torch.tensor(load.blocks)
-        for number, pages in enumerate(self._layers):
-            rows = torch.from_numpy(self._view.layer(load.slots, number))
-            pages[blocks] = rows.reshape(len(load.blocks), *pages.shape[1:])
+            self._view = ArenaView(plan.process, *plan.arena, self._layer_count, self._layer_bytes)
+        return self._view
 
     def take_bad_blocks(self) -> set[int]:
         """Blocks that were not filled, since the last call."""
@@ -155,8 +161,14 @@ class WorkerSide:
 
     # ---- Saves
 
-    def save(self, plan: StepPlan) -> None:
-        """Copies the blocks that this step has filled into the store's queue."""
+    def save(self, plan: StepPlan | None) -> None:
+        """Copies the blocks that this step has filled; those in the CPU's memory into the store's
+        queue, those of a GPU when the GPU has copied them, which a later call finds."""
+        if self._blocks is None:
+            return
+        self._blocks.finish()
+        if plan is None:
+            return
         if plan.heard < self._failed:
             # Blocks of a failed load may be in what this step has computed.
             self._add("dropped_saves", sum(each.count for each in plan.saves))
@@ -165,37 +177,58 @@ class WorkerSide:
             self._save(plan, each)
 
     def _save(self, plan: StepPlan, save: SavePlan) -> None:
-        assert self._memory is not None
         space = self._space(plan, save.salt)
         wanted = space.wanted(save.tokens, extras=save.extras)
         for i in range(save.count):
             index = save.first + i
-            if not wanted[index]:
-                continue
-            try:
-                space.put(
-                    index,
-                    save.tokens,
-                    memory=self._memory,
-                    blocks=save.blocks[i * self._part : (i + 1) * self._part],
-                    extras=save.extras,
-                    ttl=save.ttl,
-                )
-            except errors.FullError:
-                self._add("dropped_saves")
-            else:
-                self._add("saved_tokens", self._options.chunk_tokens)
-        if save.pin and self._store is not None:
-            keys = space.keys(save.tokens, extras=save.extras)
-            self._store.pin(keys[save.first : save.first + save.count])
+            blocks = save.blocks[i * self._part : (i + 1) * self._part]
+            if wanted[index]:
+                self._registered.save(blocks, functools.partial(self._put, space, save, index))
+            elif save.pin:
+                self._pin(space, save, index)
+
+    def _put(
+        self,
+        space: quire.ChunkSpace,
+        save: SavePlan,
+        index: int,
+        memory: quire.BlockMemory,
+        blocks: list[int],
+    ) -> None:
+        """Gives the store a chunk. Called while others are loaded or saved, too: raises nothing."""
+        try:
+            space.put(
+                index, save.tokens, memory=memory, blocks=blocks, extras=save.extras, ttl=save.ttl
+            )
+            self._add("saved_tokens", self._options.chunk_tokens)
+            if save.pin:
+                self._pin(space, save, index)
+        except errors.FullError:
+            self._add("dropped_saves")
+        except Exception as error:
+            self._errors.append(error)
+
+    def _pin(self, space: quire.ChunkSpace, save: SavePlan, index: int) -> None:
+        if self._store is not None:
+            self._store.pin([space.keys(save.tokens, extras=save.extras)[index]])
 
     def close(self) -> None:
-        """Writes what is queued."""
-        if self._store is not None:
-            close_store(self._store)
-            self._store = None
-        self._spaces.clear()
-        self._view = None
+        """Writes what was saved and what is queued."""
+        try:
+            if self._blocks is not None:
+                self._blocks.finish(wait=True)
+        finally:
+            self._blocks = None
+            if self._store is not None:
+                close_store(self._store)
+                self._store = None
+            self._spaces.clear()
+            self._view = None
+
+    def take_errors(self) -> list[Exception]:
+        """What has failed since the last call, beside what was raised."""
+        found, self._errors = self._errors, []
+        return found
 
     # ---- Counts
 

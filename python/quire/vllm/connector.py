@@ -89,7 +89,7 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
 
     Raises, at the start only:
         BadArgumentError: an option, a model whose KV it cannot keep (several groups of layers, a
-            recurrent state), more than one worker, or KV that is not in the CPU's memory.
+            recurrent state), more than one worker, or KV that is neither a CPU's nor a CUDA GPU's.
         IncompatibleError: a vLLM whose interface has methods that the connector lacks.
     """
 
@@ -239,8 +239,8 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._plan()
         if plan is not None:
-            for error in self._there.load(plan):
-                self._failed("start_load_kv", error)
+            self._there.load(plan)
+            self._tell_errors("start_load_kv")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are there when start_load_kv returns: they were in memory before."""
@@ -252,9 +252,8 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
 
     @_guarded(_nothing)
     def wait_for_save(self) -> None:
-        plan = self._plan()
-        if plan is not None and plan.saves:
-            self._there.save(plan)
+        self._there.save(self._plan())
+        self._tell_errors("wait_for_save")
 
     @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -263,6 +262,10 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
     @_guarded(_nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return self._there.take_report()
+
+    def _tell_errors(self, call: str) -> None:
+        for error in self._there.take_errors():
+            self._failed(call, error)
 
     def _plan(self) -> StepPlan | None:
         plan = self._connector_metadata
@@ -298,6 +301,7 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
         if self._worker is not None:
             _workers_here.discard(self)
             self._worker.close()
+            self._tell_errors("shutdown")
         if self._scheduler is not None:
             scheduler, self._scheduler = self._scheduler, None
             scheduler.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,9 +74,16 @@ class FakeRequest:
         return len(self.all_token_ids) >= self.num_prompt_tokens + self.max_tokens
 
 
-def new_layers(blocks: int) -> list[torch.Tensor]:
+def new_layers(blocks: int, device: str = "cpu") -> list[torch.Tensor]:
     """Memory of the KV of each layer."""
-    return [torch.zeros(blocks, BLOCK, BYTES, dtype=torch.uint8) for _ in LAYER_NAMES]
+    return [
+        torch.zeros(blocks, BLOCK, BYTES, dtype=torch.uint8, device=device) for _ in LAYER_NAMES
+    ]
+
+
+def _mix(state: int, value: int) -> int:
+    """The same in every process, which hash() is not."""
+    return (state * 6364136223846793005 + value * 1442695040888963407 + 0x9E3779B9) % (1 << 61)
 
 
 class WrongReport(AssertionError):
@@ -90,10 +98,20 @@ class FakeVllm:
     """One engine. step() is a step of scheduler and worker."""
 
     def __init__(
-        self, scheduler: Any, worker: Any, blocks: int, *, budget: int = 24, layers: Any = None
+        self,
+        scheduler: Any,
+        worker: Any,
+        blocks: int,
+        *,
+        budget: int = 24,
+        layers: Any = None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
+        """settle: called where the device's own work on the KV begins, behind what was queued for
+        it."""
         self.scheduler, self.worker, self.budget = scheduler, worker, budget
         self.weights = 0
+        self.settle = settle
         self.free = list(range(blocks))
         self.layers: list[torch.Tensor] = layers or new_layers(blocks)
         self.planned: set[int] = set()  # loads that the worker has not ended
@@ -106,19 +124,21 @@ class FakeVllm:
     # ---- The model
 
     def truth(self, request: FakeRequest, layer: int, begin: int, end: int) -> np.ndarray:
-        state = hash((request.cache_salt, self.weights)) & (2**61 - 1)
+        salt = int.from_bytes((request.cache_salt or "").encode(), "little")
+        state = _mix(salt, self.weights)
         rows = []
         for position, token in enumerate(request.all_token_ids[:end]):
-            state = hash((state, token)) & (2**61 - 1)
+            state = _mix(state ^ (state >> 31), token)
             if position >= begin:
                 rows.append(np.frombuffer((state ^ layer * 77).to_bytes(8, "little"), np.uint8))
         return np.array(rows, np.uint8).reshape(-1, BYTES)
 
     def _rows(self, request: FakeRequest, layer: int, begin: int, end: int) -> Any:
         flat = self.layers[layer][request.blocks].reshape(-1, BYTES)
-        return flat[begin:end].numpy()
+        return flat[begin:end].cpu().numpy()
 
     def _forward(self, request: FakeRequest, count: int, bad: set[int]) -> None:
+        self.settle()
         begin, end = request.num_computed_tokens, request.num_computed_tokens + count
         for layer in range(LAYERS):
             if not bad & set(request.blocks) and not np.array_equal(
@@ -151,6 +171,7 @@ class FakeVllm:
         self._release(request)
 
     def _release(self, request: FakeRequest) -> None:
+        self.settle()
         for block in request.blocks:
             for layer in self.layers:
                 layer[block] = 0xDD  # nobody may rely on it

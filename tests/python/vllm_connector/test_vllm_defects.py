@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 import quire
 from fake_vllm import BLOCK, FakeRequest, WrongBytes, WrongReport
-from quire.vllm import _arena, _plan, _scheduler, _worker
+from quire.vllm import _arena, _blocks, _plan, _scheduler, _worker
 from vllm_pair import PROMPT, Pair, fake_passport, walk
 
 passport = pytest.fixture(autouse=True)(fake_passport)
@@ -26,7 +26,7 @@ def _unverified_byte(patch: Patch) -> None:
 
     def load(side: Any, plan: Any, each: Any) -> None:
         real(side, plan, each)
-        side._layers[1][each.blocks[-1]].view(-1)[3] ^= 1
+        side._blocks._layers[1][each.blocks[-1]].view(-1)[3] ^= 1
 
     patch.setattr(_worker.WorkerSide, "_load", load)
 
@@ -89,11 +89,42 @@ def _lease_not_ended(patch: Patch) -> None:
     patch.setattr(_scheduler.SchedulerSide, "ended", lambda *_: None)
 
 
-def _failure(folder: Path, apart: bool | None) -> AssertionError | None:
+def _staging_used_again_early(patch: Patch) -> None:
+    """A slot of pinned memory is free for others while the device still copies from or to it."""
+    real = _blocks.DeviceBlocks._take
+
+    def take(side: Any) -> int:
+        slot = real(side)
+        side._free.insert(0, slot)
+        return slot
+
+    patch.setattr(_blocks.DeviceBlocks, "_take", take)
+    patch.setattr(_blocks.DeviceBlocks, "_end_oldest", _end_without(frees=False, waits=True))
+
+
+def _put_before_it_is_copied(patch: Patch) -> None:
+    """What lies in the pinned memory before the device has copied goes to the store."""
+    patch.setattr(_blocks.DeviceBlocks, "_end_oldest", _end_without(frees=True, waits=False))
+
+
+def _end_without(*, frees: bool, waits: bool) -> Callable[[Any], None]:
+    def end(side: Any) -> None:
+        copy = side._copies.popleft()
+        if waits:
+            copy.event.synchronize()
+        if copy.put is not None:
+            copy.put(side._staging.memory, [copy.slot])
+        if frees:
+            side._free.append(copy.slot)
+
+    return end
+
+
+def _failure(folder: Path, apart: bool | None, staged: bool | None) -> AssertionError | None:
     """Of the first walk that fails."""
     for seed in range(16):
         try:
-            walk(seed, folder / str(seed), apart=apart)
+            walk(seed, folder / str(seed), apart=apart, staged=staged)
         except AssertionError as error:
             return error
     return None
@@ -123,8 +154,19 @@ def test_a_walk_notices(
     monkeypatch: Patch,
 ) -> None:
     defect(monkeypatch)
-    error = _failure(tmp_path, apart)
+    error = _failure(tmp_path, apart, staged=False)
     assert isinstance(error, failure), f"{defect.__name__}: {error!r}"
+
+
+@pytest.mark.parametrize(
+    "defect", [_staging_used_again_early, _put_before_it_is_copied, _failed_load_is_saved]
+)
+def test_a_walk_over_a_late_device_notices(
+    defect: Callable[[Patch], None], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    defect(monkeypatch)
+    error = _failure(tmp_path, apart=True, staged=True)
+    assert isinstance(error, WrongBytes), f"{defect.__name__}: {error!r}"
 
 
 def _two_requests_of_one_slot(pair: Pair) -> None:

@@ -1,8 +1,11 @@
-"""quire.vllm.QuireConnector under a fake vLLM: random walks of requests, aborts, preemption, damage,
-a dead Redis, full queues and lost memory. A forward that reads a wrong byte fails the test."""
+"""quire.vllm.QuireConnector under a fake vLLM: random walks of requests, aborts, preemption,
+damage, a dead Redis, full queues and lost memory. A forward that reads a wrong byte fails the test."""
 
 from __future__ import annotations
 
+import random
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,9 @@ pytest.importorskip("torch")
 
 import quire
 from fake_vllm import FakeRequest
-from quire.vllm import _arena, _scheduler
-from vllm_pair import PROMPT, Pair, fake_passport, walk
+from late_stream import LateStream
+from quire.vllm import _arena, _identity, _scheduler
+from vllm_pair import PROMPT, Pair, damage, fake_passport, walk
 
 passport = pytest.fixture(autouse=True)(fake_passport)
 
@@ -63,13 +67,6 @@ def test_a_request_may_skip_expire_and_pin(tmp_path: Path) -> None:
     pair.close()
 
 
-def damage(file: Path) -> None:
-    """Flips a bit of a chunk's keys and values."""
-    data = bytearray(file.read_bytes())
-    data[int.from_bytes(data[12:16], "little")] ^= 1
-    file.write_bytes(data)
-
-
 def test_one_flipped_bit_is_a_miss_and_is_repaired(tmp_path: Path, apart: bool) -> None:
     first = Pair({"directory": str(tmp_path)}, apart=apart)
     first.generate(PROMPT)
@@ -80,7 +77,7 @@ def test_one_flipped_bit_is_a_miss_and_is_repaired(tmp_path: Path, apart: bool) 
     second = Pair({"directory": str(tmp_path)}, apart=apart)
     assert second.generate(PROMPT).external == 0
     assert second.stats()["misses.corrupt"] >= 1
-    # A request repairs what it has found damaged: chunks behind the first one may not have been read.
+    # A request repairs what it has found damaged: it may not have read those behind the first one.
     for _ in damaged:
         second.flush()
         found = second.generate(PROMPT).external
@@ -185,6 +182,70 @@ def test_wrong_options_are_named(extra: dict[str, Any], message: str) -> None:
         Pair({**({"ram_bytes": 1 << 20} if extra else {}), **extra}, apart=not extra)
 
 
+def test_a_device_copies_late_and_nothing_is_lost(tmp_path: Path, apart: bool) -> None:
+    """Two slots of pinned memory, copies that come as late as they may."""
+    extra = {"directory": str(tmp_path), "staging_bytes": 1}
+    late = Pair(extra, apart=apart, stream=LateStream(random.Random(0)))
+    late.generate(PROMPT)
+    late.close()  # writes what the device had not copied
+    for stream in (None, LateStream(random.Random(1))):
+        again = Pair(extra, apart=apart, stream=stream)
+        assert again.generate(PROMPT).external == 12
+        assert "errors" not in again.stats()
+        again.close()
+
+
+def test_a_device_at_which_torch_fails_ends_in_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"directory": str(tmp_path), "staging_bytes": 1}
+    pair = Pair(extra, stream=LateStream(random.Random(0)))
+    pair.generate(PROMPT)
+    pair.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(LateStream, "run", lambda *_: 1 / 0)
+        patch.setattr(LateStream, "run_out", lambda *_: 1 / 0)
+        for i in range(3):  # the last one finds no pinned memory any more
+            assert pair.generate([*PROMPT, i]).done
+    assert pair.stats()["failed_loads"] == 3
+    assert pair.generate(PROMPT).done
+    pair.close()
+
+
+def test_kv_on_a_device_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(quire.BadArgumentError, match="the KV is on meta"):
+        Pair({"directory": str(tmp_path)}, device="meta")
+
+
+def test_the_passport_names_the_gpu_and_what_computes_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def config(backend: str) -> Any:
+        return types.SimpleNamespace(
+            device_config=types.SimpleNamespace(device_type="cuda"),
+            attention_config=types.SimpleNamespace(backend=types.SimpleNamespace(name=backend)),
+            model_config=types.SimpleNamespace(dtype="torch.bfloat16", quantization=None),
+            cache_config=types.SimpleNamespace(cache_dtype="auto"),
+        )
+
+    def layout(backend: str, name: str = "NVIDIA H100", block: int = 16) -> Any:
+        platform = types.SimpleNamespace(
+            get_device_name=lambda: name,
+            get_device_capability=lambda: types.SimpleNamespace(major=9, minor=0),
+        )
+        monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0"))
+        platforms = types.SimpleNamespace(current_platform=platform)
+        monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+        return _identity._layout(config(backend), block)
+
+    found = layout("FLASH_ATTN")
+    assert found[0].startswith("vllm/0.32.0/gpu/nvidia_h100/9.0/torch/")
+    assert found[0].endswith("/16/FLASH_ATTN")
+    assert found[1].endswith("/bfloat16/auto/none/FLASH_ATTN")
+    assert layout("FLASH_ATTN", "NVIDIA H200") != found != layout("FLASHINFER")
+    assert layout("FLASH_ATTN", block=32)[0] != found[0]
+
+
 def _heard(pair: Pair) -> set[tuple[str, int]]:
     """Blocks that a router knows of, by tier, once everything is written."""
     pair.flush()
@@ -215,6 +276,6 @@ def test_vllm_is_told_of_blocks_under_its_own_hashes(tmp_path: Path, apart: bool
     silent.close()
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(24))
 def test_walk(seed: int, tmp_path: Path) -> None:
     walk(seed, tmp_path)

@@ -6,23 +6,29 @@ import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-import pytest
+from fake_vllm import BLOCK, PASSPORT, FakeRequest, FakeVllm, config, new_layers
+from late_stream import LateStream
+from quire.vllm import QuireConnector, _arena, _blocks, _scheduler, connector
 
-from fake_vllm import BLOCK, PASSPORT, FakeRequest, FakeVllm, config
-from quire.vllm import QuireConnector, _arena, _scheduler, connector
+if TYPE_CHECKING:
+    import pytest
 
 PROMPT = [5, 1, 4, 2, 8, 5, 7, 1, 4, 2, 8, 5, 7, 1, 4]  # three chunks and a rest
 
 
 def fake_passport(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passports without a model; a fixture."""
-    monkeypatch.setattr(
-        connector,
-        "passport_of",
-        lambda config, page_bytes, layers, chunk: {**PASSPORT, "block": chunk},
-    )
+    monkeypatch.setattr(connector, "passport_of", passport_of_fake)
+
+
+def passport_of_fake(
+    vllm_config: Any, page_bytes: int, layer_count: int, chunk_tokens: int
+) -> dict[str, Any]:
+    """In place of quire.vllm's."""
+    return {**PASSPORT, "block": chunk_tokens}
 
 
 def sides(extra: dict[str, Any], blocks: int, *names: str) -> list[QuireConnector]:
@@ -36,14 +42,30 @@ def sides(extra: dict[str, Any], blocks: int, *names: str) -> list[QuireConnecto
 
 
 class Pair:
-    """An engine with both sides of the connector. apart: as in two processes."""
+    """An engine with both sides of the connector. apart: as in two processes. device: where its KV
+    is. stream: the KV is that of a device whose copies come late, though in the CPU's memory."""
 
-    def __init__(self, extra: dict[str, Any], *, blocks: int = 40, apart: bool = False) -> None:
+    def __init__(
+        self,
+        extra: dict[str, Any],
+        *,
+        blocks: int = 40,
+        apart: bool = False,
+        device: str = "cpu",
+        stream: LateStream | None = None,
+    ) -> None:
         if apart:
             self.scheduler, self.worker = sides(extra, blocks, "SCHEDULER", "WORKER")
         else:
             self.worker, self.scheduler = sides(extra, blocks, "WORKER", "SCHEDULER")
-        self.engine = FakeVllm(self.scheduler, self.worker, blocks)
+        layers = new_layers(blocks, device)
+        if stream is None:
+            self.engine = FakeVllm(self.scheduler, self.worker, blocks, layers=layers)
+        else:
+            with mock.patch.object(_blocks, "stream_of", lambda _: stream):
+                self.engine = FakeVllm(
+                    self.scheduler, self.worker, blocks, layers=layers, settle=stream.settle
+                )
         self.counts: dict[str, int] = {}
 
     def run(self, steps: int = 2000) -> None:
@@ -68,6 +90,8 @@ class Pair:
         return self.counts
 
     def flush(self) -> None:
+        """What was saved is in the store, and written."""
+        self.worker._worker._blocks.finish(wait=True)
         self.scheduler._store.flush()
         if self.worker._worker._store is not None:
             self.worker._worker._store.flush()
@@ -76,6 +100,13 @@ class Pair:
         self.scheduler.shutdown()
         self.worker.shutdown()
         self.worker.shutdown()
+
+
+def damage(file: Path) -> None:
+    """Flips a bit of a chunk's keys and values."""
+    data = bytearray(file.read_bytes())
+    data[int.from_bytes(data[12:16], "little")] ^= 1
+    file.write_bytes(data)
 
 
 def _damage(rng: random.Random, folder: Path) -> None:
@@ -99,6 +130,7 @@ def _options(rng: random.Random, folder: Path) -> dict[str, Any]:
         "chunk_tokens": BLOCK * rng.choice([1, 1, 2]),
         "prompts_only": rng.random() < 0.2,
         "shared_bytes": rng.choice([64, 512, 1 << 16]),
+        "staging_bytes": rng.choice([64, 512, 1 << 16]),
         "events": rng.random() < 0.5,
     }
     if rng.random() < 0.3:
@@ -148,29 +180,40 @@ def _life(rng: random.Random, pair: Pair, folder: Path, names: Iterator[int]) ->
     return sum(request.external for request in every)
 
 
-def walk(seed: int, folder: Path, *, apart: bool | None = None) -> None:
+def walk(
+    seed: int,
+    folder: Path,
+    *,
+    apart: bool | None = None,
+    staged: bool | None = None,
+    device: str = "cpu",
+) -> None:
     """Three engines, one after the other, over one folder; requests, aborts and damage are drawn,
     and one read of shared memory in ten fails.
 
-    apart: whether scheduler and worker are joined by shared memory; None: drawn, too.
+    apart: whether scheduler and worker are joined by shared memory; staged: whether blocks are
+    those of a device whose copies come late; None: drawn, too.
     """
     rng = random.Random(seed)
     extra = _options(rng, folder)
     names = iter(range(10**6))
     hits = 0
-    with pytest.MonkeyPatch.context() as patch:
-        real = _arena.ArenaView.layer
+    real = _arena.ArenaView.layer
 
-        def layer(view: Any, slots: Any, number: int) -> Any:
-            if rng.random() < 0.1:
-                raise OSError("lost")
-            return real(view, slots, number)
+    def layer(view: Any, slots: Any, number: int) -> Any:
+        if rng.random() < 0.1:
+            raise OSError("lost")
+        return real(view, slots, number)
 
-        patch.setattr(_arena.ArenaView, "layer", layer)
+    with mock.patch.object(_arena.ArenaView, "layer", layer):
         for _ in range(3):  # restarts
-            drawn = rng.random() < 0.5
+            drawn = rng.random() < 0.5, rng.random() < 0.5
             pair = Pair(
-                extra, blocks=rng.choice([12, 30, 60]), apart=drawn if apart is None else apart
+                extra,
+                blocks=rng.choice([12, 30, 60]),
+                apart=drawn[0] if apart is None else apart,
+                stream=LateStream(rng) if (drawn[1] if staged is None else staged) else None,
+                device=device,
             )
             hits += _life(rng, pair, folder, names)
             pair.close()
