@@ -34,7 +34,8 @@ def _pair(folder: Path, **options: Any) -> Pair:
     with mock.patch.object(connector, "passport_of", passport_of_fake):
         extra = {"directory": str(folder), **options.pop("extra", {})}
         pair = Pair(extra, device="cuda", **options)
-    assert isinstance(pair.worker._worker._blocks, _blocks.DeviceBlocks)
+    for each in pair.worker._worker._blocks:
+        assert isinstance(each, _blocks.DeviceBlocks)
     return pair
 
 
@@ -89,7 +90,9 @@ def test_two_slots_of_pinned_memory_are_enough(tmp_path: Path) -> None:
 def test_walks(tmp_path: Path, seeds: int = _SEEDS) -> None:
     with mock.patch.object(connector, "passport_of", passport_of_fake):
         for seed in range(seeds):
-            walk(seed, tmp_path / str(seed), staged=False, device="cuda")
+            walk(seed, tmp_path / f"{seed}a", staged=False, device="cuda")
+            everything: dict[str, Any] = {"groups": None, "ranks": None}
+            walk(seed, tmp_path / f"{seed}b", staged=False, device="cuda", **everything)
 
 
 # ---- Shapes of real kernels, while the GPU is busy

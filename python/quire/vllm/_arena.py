@@ -134,3 +134,6 @@ class SharedChunks:
         self, layer: int, first: int, count: int, target: HostBlocks, blocks: list[int]
     ) -> None:
         target.write(layer, blocks, self._view.layer(self._slots[first : first + count], layer))
+
+    def rows(self, layer: int, index: int) -> Any:
+        return self._view.layer(self._slots[index : index + 1], layer)

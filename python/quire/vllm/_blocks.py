@@ -44,6 +44,9 @@ class Source(Protocol):
     ) -> None:
         """Copies a layer of chunks [first, first + count) into blocks of the target."""
 
+    def rows(self, layer: int, index: int) -> Any:
+        """The bytes of a layer of one chunk, as a NumPy array."""
+
 
 class FetchedChunks:
     """Chunks of a fetch from `first` on, as a source of blocks."""
@@ -56,26 +59,30 @@ class FetchedChunks:
     ) -> None:
         self._fetch.scatter(layer, target.memory, blocks, first=self._first + first, count=count)
 
+    def rows(self, layer: int, index: int) -> Any:
+        return self._fetch.section(self._first + index, "latent", layer).copy()
+
 
 class Blocks(Protocol):
     """vLLM's blocks of some layers."""
 
-    def load(self, source: Source, count: int, blocks: list[int]) -> None:
-        """Fills blocks, the same number for each of the `count` chunks of the source. What is
-        computed later on this stream reads them."""
+    def load(self, source: Source, count: int, blocks: list[int], lead: int = 0) -> None:
+        """Fills blocks, the same number for each of the `count` chunks of the source; the first
+        `lead` of the first chunk are left out. What is computed later on this stream reads them."""
 
-    def save(self, blocks: list[int], put: Put) -> None:
-        """Calls `put`, now or in a later call, with the bytes that these blocks have now."""
+    def save(self, blocks: list[int], put: Put, lead: int = 0) -> None:
+        """Calls `put`, now or in a later call, with a chunk of the bytes that these blocks have
+        now, behind `lead` blocks of zeros."""
 
     def finish(self, *, wait: bool = False) -> None:
         """Puts what has been copied since; with `wait` everything that was saved."""
 
 
 class HostBlocks:
-    """Blocks in the CPU's memory. layers: uint8 [blocks, ...] of each."""
+    """Blocks in the CPU's memory. layers: uint8 [blocks, ...] of each. part: blocks of a chunk."""
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers = list(layers)
+    def __init__(self, layers: Sequence[Any], part: int) -> None:
+        self._layers, self._part = list(layers), part
         # As NumPy's, since pinned memory is not a CPU's by its DLPack type.
         self.memory = quire.BlockMemory(
             {("latent", i): each.numpy() for i, each in enumerate(self._layers)}
@@ -90,12 +97,27 @@ class HostBlocks:
             len(blocks), *pages.shape[1:]
         )
 
-    def load(self, source: Source, count: int, blocks: list[int]) -> None:
+    def load(self, source: Source, count: int, blocks: list[int], lead: int = 0) -> None:
+        whole = lead == 0
+        rest = blocks if whole else blocks[self._part - lead :]
         for layer in range(len(self._layers)):
-            source.copy(layer, 0, count, self, blocks)
+            if not whole:
+                rows = source.rows(layer, 0).reshape(self._part, -1)
+                self.write(layer, blocks[: self._part - lead], rows[lead:])
+            source.copy(layer, 0 if whole else 1, count if whole else count - 1, self, rest)
 
-    def save(self, blocks: list[int], put: Put) -> None:
-        put(self.memory, blocks)
+    def save(self, blocks: list[int], put: Put, lead: int = 0) -> None:
+        if lead == 0:
+            put(self.memory, blocks)
+            return
+        import torch
+
+        chunk = []
+        for pages in self._layers:
+            rows = torch.zeros((1, self._part, *pages.shape[1:]), dtype=torch.uint8)
+            rows[0, lead:] = pages[torch.tensor(blocks)]
+            chunk.append(rows)
+        put(HostBlocks(chunk, 1).memory, [0])
 
     def finish(self, *, wait: bool = False) -> None:
         """Nothing is left to do."""
@@ -191,7 +213,8 @@ class DeviceBlocks:
     """
 
     # A slot is free, in one entry of _copies, or of the call that runs. One at which the device has
-    # failed is none of these: the device may be at it still.
+    # failed is none of these: the device may be at it still. The numbers of a slot are those of its
+    # chunk's blocks, behind the ones that are left out.
 
     def __init__(
         self, layers: Sequence[Any], part: int, stream: Stream, staging_bytes: int
@@ -211,11 +234,11 @@ class DeviceBlocks:
         self._slots = stream.host_array((slots, self._chunk_bytes), torch.uint8)
         # Block numbers, which a device would else wait for its stream to read.
         self._numbers = stream.host_array((slots, part), torch.int64)
-        self._staging = HostBlocks([self._slots[:, begin:end] for begin, end in self._bounds])
+        self._staging = HostBlocks([self._slots[:, begin:end] for begin, end in self._bounds], 1)
         self._free = list(range(slots))
         self._copies: deque[_Copy] = deque()  # oldest first
 
-    def load(self, source: Source, count: int, blocks: list[int]) -> None:
+    def load(self, source: Source, count: int, blocks: list[int], lead: int = 0) -> None:
         self._check(blocks)
         for i in range(count):
             slot = self._take()
@@ -225,16 +248,18 @@ class DeviceBlocks:
             except BaseException:
                 self._free.append(slot)
                 raise
-            self._number(slot, blocks[i * self._part : (i + 1) * self._part])
-            event = self._stream.run(functools.partial(self._scatter, slot))
+            left_out = lead if i == 0 else 0
+            begin = i * self._part - (lead - left_out)
+            self._number(slot, blocks[begin : (i + 1) * self._part - lead], left_out)
+            event = self._stream.run(functools.partial(self._scatter, slot, left_out))
             self._copies.append(_Copy(event, slot, None))
 
-    def save(self, blocks: list[int], put: Put) -> None:
+    def save(self, blocks: list[int], put: Put, lead: int = 0) -> None:
         self._check(blocks)
         slot = self._take()
-        self._number(slot, blocks)
+        self._number(slot, blocks, lead)
         event = self._stream.run_out(
-            functools.partial(self._gather, slot),
+            functools.partial(self._gather, slot, lead),
             lambda gathered: self._slots[slot].copy_(gathered, non_blocking=True),
         )
         self._copies.append(_Copy(event, slot, put))
@@ -269,30 +294,31 @@ class DeviceBlocks:
                 f"blocks {blocks} are not different ones of {self._block_count}"
             )
 
-    def _number(self, slot: int, blocks: list[int]) -> None:
+    def _number(self, slot: int, blocks: list[int], lead: int) -> None:
         import torch
 
-        self._numbers[slot].copy_(torch.tensor(blocks))
+        self._numbers[slot, lead:].copy_(torch.tensor(blocks))
 
     # ---- On the device's stream
 
     def _on_device(self, array: Any) -> Any:
         return array.to(self._device, non_blocking=True)
 
-    def _scatter(self, slot: int) -> None:
+    def _scatter(self, slot: int, lead: int) -> None:
         """The slot's bytes go into the blocks that its numbers say."""
         row, numbers = self._on_device(self._slots[slot]), self._on_device(self._numbers[slot])
         for pages, (begin, end) in zip(self._layers, self._bounds, strict=True):
-            pages.index_copy_(0, numbers, self._as_pages(row[begin:end], pages))
+            pages.index_copy_(0, numbers[lead:], self._as_pages(row[begin:end], pages)[lead:])
 
-    def _gather(self, slot: int) -> Any:
+    def _gather(self, slot: int, lead: int) -> Any:
         """The bytes of the blocks that the slot's numbers say."""
         import torch
 
         numbers = self._on_device(self._numbers[slot])
-        row = torch.empty(self._chunk_bytes, dtype=torch.uint8, device=self._device)
+        row = torch.zeros(self._chunk_bytes, dtype=torch.uint8, device=self._device)
         for pages, (begin, end) in zip(self._layers, self._bounds, strict=True):
-            self._as_pages(row[begin:end], pages).copy_(pages.index_select(0, numbers))
+            rows = self._as_pages(row[begin:end], pages)
+            rows[lead:].copy_(pages.index_select(0, numbers[lead:]))
         return row
 
     def _as_pages(self, row: Any, pages: Any) -> Any:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire import errors
 from quire.identity import model_identity
+from quire.vllm._groups import KvGroup
 
-__all__ = ["layer_order", "passport_of"]
-
-
-def layer_order(names: Sequence[str]) -> list[str]:
-    """Layers in the order of the numbers in their names."""
-
-    def numbers(name: str) -> tuple[list[int], str]:
-        return [int(part) for part in re.findall(r"\d+", name)], name
-
-    return sorted(names, key=numbers)
+__all__ = ["passport_of"]
 
 
 def _model_folder(model: str, revision: str | None) -> Path:
@@ -83,25 +73,24 @@ def _layout(vllm_config: Any, block_size: int) -> tuple[str, str]:
 
 
 def passport_of(
-    vllm_config: Any, page_bytes: int, layer_count: int, chunk_tokens: int
+    vllm_config: Any, group: KvGroup, *, rank: int, rank_count: int, is_only: bool
 ) -> dict[str, Any]:
-    """The passport of chunks whose sections are vLLM's pages, one per layer, as bytes."""
-    block_size = vllm_config.cache_config.block_size
-    if page_bytes % block_size:
-        raise errors.BadArgumentError(
-            f"QuireConnector: a page of {page_bytes} bytes is not whole bytes per token"
-        )
+    """The passport of a worker's chunks of a group, whose sections are vLLM's pages, one per layer,
+    as bytes. is_only: the model has no other group."""
     identity = weights_identity(vllm_config.model_config)
-    layout, numerics = _layout(vllm_config, block_size)
+    layout, numerics = _layout(vllm_config, group.block_size)
+    if group.window is not None or not is_only:
+        layout = f"{layout}/{group.identity}"
     return {
         "model": identity["model"],
         "revision": identity["revision"],
         "layout": layout,
         "numerics": numerics,
-        "block": chunk_tokens,
-        "layers": [0, layer_count],
+        "shard": "canonical" if rank_count == 1 else f"tp{rank}of{rank_count}.pp0of1",
+        "block": group.chunk_tokens,
+        "layers": [0, len(group.layer_names)],
         "kind": "latent",
         "dtype": "u8",
         "kv_heads": 1,
-        "head_dim": page_bytes // block_size,
+        "head_dim": group.page_bytes // group.block_size,
     }
