@@ -158,7 +158,10 @@ def _damage(rng: random.Random, folder: Path) -> None:
     if rng.random() < 0.3:
         file.unlink(missing_ok=True)
         return
-    data = bytearray(file.read_bytes())
+    try:
+        data = bytearray(file.read_bytes())
+    except FileNotFoundError:
+        return  # the store has found it damaged before, and removed it
     if data:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
