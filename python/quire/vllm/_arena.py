@@ -17,8 +17,9 @@ import numpy as np
 
 import quire
 from quire import errors
+from quire.vllm._blocks import HostBlocks
 
-__all__ = ["Arena", "ArenaView", "Slot"]
+__all__ = ["Arena", "ArenaView", "SharedChunks", "Slot"]
 
 #: A slot and the number of its lease.
 Slot = tuple[int, int]
@@ -121,3 +122,18 @@ class ArenaView:
                 "a load came after its lease had ended; raise lease_timeout if steps are that long"
             )
         return copy
+
+
+class SharedChunks:
+    """Chunks in slots of an arena, as a source of blocks."""
+
+    def __init__(self, view: ArenaView, slots: list[Slot]) -> None:
+        self._view, self._slots = view, slots
+
+    def copy(
+        self, layer: int, first: int, count: int, target: HostBlocks, blocks: list[int]
+    ) -> None:
+        target.write(layer, blocks, self._view.layer(self._slots[first : first + count], layer))
+
+    def rows(self, layer: int, index: int) -> Any:
+        return self._view.layer(self._slots[index : index + 1], layer)

@@ -13,6 +13,8 @@ __all__ = [
     "ConnectorBase",
     "Metadata",
     "Statistics",
+    "SupportsHMA",
+    "TransferResults",
     "WorkerMetadata",
     "event_extra_keys",
     "event_hashes",
@@ -25,6 +27,8 @@ ConnectorBase: Any
 Metadata: Any
 WorkerMetadata: Any
 Statistics: Any
+SupportsHMA: Any
+TransferResults: Any  # None: vLLM cannot be told that a load has failed but by blocks
 BlockStored: Any
 BlockRemoved: Any
 
@@ -37,6 +41,8 @@ if HAS_VLLM:
     Metadata = _vllm_base.KVConnectorMetadata
     WorkerMetadata = getattr(_vllm_base, "KVConnectorWorkerMetadata", object)
     Statistics = _vllm_metrics.KVConnectorStats
+    SupportsHMA = _vllm_base.SupportsHMA
+    TransferResults = getattr(_vllm_base, "KVConnectorTransferResults", None)
     BlockStored, BlockRemoved = _kv_events.BlockStored, _kv_events.BlockRemoved
 else:
     import types as _types
@@ -64,7 +70,14 @@ else:
     class _BlockRemoved(_types.SimpleNamespace):
         """Blocks that are not any more."""
 
+    class _HybridMemory:
+        """A connector of several groups of layers."""
+
+    class _TransferResults(_types.SimpleNamespace):
+        """Ids of requests: finished_recving, and failed_recving of these."""
+
     ConnectorBase, Metadata, WorkerMetadata, Statistics = _Connector, object, object, _Statistics
+    SupportsHMA, TransferResults = _HybridMemory, _TransferResults
     BlockStored, BlockRemoved = _BlockStored, _BlockRemoved
 
 

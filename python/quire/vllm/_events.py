@@ -30,14 +30,15 @@ class _Chunk:
 
 
 class ChunkEvents:
-    """Chunks of requests of this process, the newest 65536, and what was told of them.
+    """Chunks of requests of this process, the newest 65536, and what was told of them. group: of
+    layers, whose chunks they are.
 
     A block may be in several chunks: after it come different ones. So what is told of it begins
     with the first of them and ends with the last one.
     """
 
-    def __init__(self, block_size: int, chunk_tokens: int) -> None:
-        self._block_size, self._chunk_tokens = block_size, chunk_tokens
+    def __init__(self, block_size: int, chunk_tokens: int, group: int = 0) -> None:
+        self._block_size, self._chunk_tokens, self._group = block_size, chunk_tokens, group
         self._chunks: dict[str, _Chunk] = {}
         self._uses: Counter[tuple[str, Any]] = Counter()  # of tier and hash: chunks that have it
         self._told: list[Any] = []
@@ -99,7 +100,7 @@ class ChunkEvents:
                 medium=_MEDIA[tier],
                 lora_name=None,
                 extra_keys=None if chunk.extra_keys is None else chunk.extra_keys[known:],
-                group_idx=0,
+                group_idx=self._group,
                 ownership=f"quire-{tier}",
             )
         )
@@ -115,7 +116,7 @@ class ChunkEvents:
                 BlockRemoved(
                     block_hashes=gone,
                     medium=_MEDIA[tier],
-                    group_idx=0,
+                    group_idx=self._group,
                     ownership=f"quire-{tier}",
                 )
             )

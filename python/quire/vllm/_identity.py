@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire import errors
 from quire.identity import model_identity
+from quire.vllm._groups import KvGroup
 
-__all__ = ["layer_order", "passport_of"]
-
-
-def layer_order(names: Sequence[str]) -> list[str]:
-    """Layers in the order of the numbers in their names."""
-
-    def numbers(name: str) -> tuple[list[int], str]:
-        return [int(part) for part in re.findall(r"\d+", name)], name
-
-    return sorted(names, key=numbers)
+__all__ = ["passport_of"]
 
 
 def _model_folder(model: str, revision: str | None) -> Path:
@@ -41,47 +31,66 @@ def weights_identity(model_config: Any) -> dict[str, str]:
     return model_identity(folder)
 
 
+def _cpu() -> str:
+    import torch
+
+    capability = str(torch.backends.cpu.get_cpu_capability()).lower().replace(" ", "_")
+    tiles = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+    return f"cpu/{capability}{'+amx' if tiles else ''}"
+
+
+def _gpu() -> str:
+    """By vLLM's platform, which asks the driver: torch would start CUDA in the scheduler, too."""
+    import torch
+    from vllm.platforms import current_platform
+
+    name = str(current_platform.get_device_name()).strip().lower().replace(" ", "_")
+    capability = current_platform.get_device_capability()
+    version = "none" if capability is None else f"{capability.major}.{capability.minor}"
+    library = torch.version.cuda or torch.version.hip
+    return f"gpu/{name}/{version}/torch/{torch.__version__}/{library}"
+
+
 def _layout(vllm_config: Any, block_size: int) -> tuple[str, str]:
     """The order of the bytes within a block, and what computed them. K and V lie in an order that
     the attention kernel chose, so blocks of another kernel or size are not these."""
-    import torch
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    capability = str(torch.backends.cpu.get_cpu_capability()).lower().replace(" ", "_")
-    tiles = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
-    kernel = f"cpu/{capability}{'+amx' if tiles else ''}"
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "cpu")
+    kernel = _cpu() if device == "cpu" else _gpu()
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    attention = getattr(backend, "name", "auto")
     numerics = "/".join(
         str(part)
         for part in (
             "vllm", vllm.__version__, kernel, str(model.dtype).removeprefix("torch."),
-            cache.cache_dtype, model.quantization or "none", getattr(backend, "name", "auto"),
+            cache.cache_dtype, model.quantization or "none", attention,
         )
     )  # fmt: skip
-    return f"vllm/{vllm.__version__}/{kernel}/{block_size}", numerics
+    layout = f"vllm/{vllm.__version__}/{kernel}/{block_size}"
+    return layout if device == "cpu" else f"{layout}/{attention}", numerics
 
 
 def passport_of(
-    vllm_config: Any, page_bytes: int, layer_count: int, chunk_tokens: int
+    vllm_config: Any, group: KvGroup, *, rank: int, rank_count: int, is_only: bool
 ) -> dict[str, Any]:
-    """The passport of chunks whose sections are vLLM's pages, one per layer, as bytes."""
-    block_size = vllm_config.cache_config.block_size
-    if page_bytes % block_size:
-        raise errors.BadArgumentError(
-            f"QuireConnector: a page of {page_bytes} bytes is not whole bytes per token"
-        )
+    """The passport of a worker's chunks of a group, whose sections are vLLM's pages, one per layer,
+    as bytes. is_only: the model has no other group."""
     identity = weights_identity(vllm_config.model_config)
-    layout, numerics = _layout(vllm_config, block_size)
+    layout, numerics = _layout(vllm_config, group.block_size)
+    if group.window is not None or not is_only:
+        layout = f"{layout}/{group.identity}"
     return {
         "model": identity["model"],
         "revision": identity["revision"],
         "layout": layout,
         "numerics": numerics,
-        "block": chunk_tokens,
-        "layers": [0, layer_count],
+        "shard": "canonical" if rank_count == 1 else f"tp{rank}of{rank_count}.pp0of1",
+        "block": group.chunk_tokens,
+        "layers": [0, len(group.layer_names)],
         "kind": "latent",
         "dtype": "u8",
         "kv_heads": 1,
-        "head_dim": page_bytes // block_size,
+        "head_dim": group.page_bytes // group.block_size,
     }

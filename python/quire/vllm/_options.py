@@ -21,6 +21,7 @@ _STORE_FIELDS = (
 )  # fmt: skip
 _RAM_BYTES = 1 << 30
 _ARENA_BYTES = 256 << 20
+_STAGING_BYTES = 256 << 20  # a few steps of a long prompt's chunks, 16 MB each of an 8B model
 _CHUNK_TOKENS = 128  # small blocks are joined up to this
 
 
@@ -30,7 +31,8 @@ class Options:
     multiple of it. load_timeout: seconds after which what has not come is a miss. prompts_only:
     generated tokens are not saved. shared_bytes: of the memory between scheduler and worker, where
     they are two processes. lease_timeout: seconds after which a part of it that the worker has not
-    given back is used again."""
+    given back is used again. staging_bytes: of the pinned memory between a GPU's blocks and the
+    store."""
 
     store: Mapping[str, Any]
     block_size: int
@@ -39,6 +41,7 @@ class Options:
     prompts_only: bool
     shared_bytes: int
     lease_timeout: float
+    staging_bytes: int
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], block_size: int) -> Options:
@@ -60,6 +63,7 @@ class Options:
             prompts_only=bool(left.pop("prompts_only", False)),
             shared_bytes=int(left.pop("shared_bytes", _ARENA_BYTES)),
             lease_timeout=float(left.pop("lease_timeout", 60.0)),
+            staging_bytes=int(left.pop("staging_bytes", _STAGING_BYTES)),
         )
         if left:
             raise errors.BadArgumentError(

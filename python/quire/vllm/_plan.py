@@ -11,23 +11,41 @@ from quire.vllm._arena import Slot
 from quire.vllm._base import Metadata, WorkerMetadata
 from quire.vllm._events import StoreEvent
 
-__all__ = ["LoadPlan", "SavePlan", "StepPlan", "WorkerReport"]
+__all__ = ["ChunkPlace", "GroupBlocks", "LoadPlan", "SavePlan", "StepPlan", "WorkerReport"]
+
+
+@dataclasses.dataclass
+class GroupBlocks:
+    """Where chunks of a group of layers go. lead: blocks of the first chunk that are left out,
+    since they are before the window. blocks: the same number for each chunk, but for these."""
+
+    chunk_count: int
+    lead: int
+    blocks: list[int]
+
+
+@dataclasses.dataclass
+class ChunkPlace:
+    """Where such chunks are. first: of the fetch. slots: where they lie in the shared memory, and
+    the numbers of their leases; None: the fetch is in this process."""
+
+    first: int
+    slots: list[Slot] | None
 
 
 @dataclasses.dataclass
 class LoadPlan:
     """Chunks that go into blocks.
 
-    number: of the load, counted by the scheduler. first, chunk_count: chunks of the fetch. blocks:
-    the same number for each chunk. slots: where the chunks lie in the shared memory, and the
-    numbers of their leases; None: the fetch is in this process.
+    number: of the load, counted by the scheduler. request: which waits until all workers have said
+    that its load has ended; None: it is computed in this step. groups: by group. places: by rank
+    and group; empty: the load is lost.
     """
 
     number: int
-    first: int
-    chunk_count: int
-    blocks: list[int]
-    slots: list[Slot] | None
+    request: str | None
+    groups: list[GroupBlocks]
+    places: list[list[ChunkPlace]]
 
 
 @dataclasses.dataclass
@@ -35,12 +53,15 @@ class SavePlan:
     """Chunks that are full after this step.
 
     tokens: int32 [n], of the prompt up to the last one's end. first, count: chunks of their chain.
+    blocks: by group. windows_first: groups with a window are not saved before this chunk: a load
+    has filled only what was in the window.
     """
 
     tokens: np.ndarray[Any, Any]
     first: int
     count: int
-    blocks: list[int]
+    blocks: list[list[int]]
+    windows_first: int
     salt: bytes
     extras: list[bytes]
     ttl: float
@@ -49,30 +70,37 @@ class SavePlan:
 
 @dataclasses.dataclass
 class StepPlan(Metadata):  # type: ignore[misc]
-    """Everything for one step. passport: of the chunks since the last reset; process: of the
-    scheduler; arena: descriptor and slots of its shared memory, if it has some. heard: failed loads
-    that vLLM knew of when it planned the step. What a step computes after a load has failed may
-    come from the blocks that it did not fill, and is not saved."""
+    """Everything for one step. passports: of the chunks since the last reset, by rank and group;
+    process: of the scheduler; arenas: descriptor and slots of its shared memory, the same way, if
+    it has some. heard: failed loads that vLLM knew of when it planned the step. What a step
+    computes after a load has failed may come from the blocks that it did not fill, and is not
+    saved, unless waits_for_loads: no step computes from blocks that are to be loaded."""
 
-    passport: dict[str, Any]
+    passports: list[list[dict[str, Any]]]
     process: int
-    arena: tuple[int, int] | None
+    arenas: list[list[tuple[int, int]]] | None
     heard: int
+    waits_for_loads: bool
     loads: list[LoadPlan] = dataclasses.field(default_factory=list)
     saves: list[SavePlan] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class WorkerReport(WorkerMetadata):  # type: ignore[misc]
-    """Numbers of the loads that a worker has ended, well or not; how many have failed so far; what
-    has happened in the store of a worker that is another process."""
+    """Numbers and ranks of the loads that workers have ended, well or not; how many have failed so
+    far; requests that wait for a load and will not get it; what has happened in the store of a
+    worker that is another process."""
 
-    ended: list[int]
+    ended: list[tuple[int, int]]
     failed: int
+    lost: list[str] = dataclasses.field(default_factory=list)
     events: list[StoreEvent] = dataclasses.field(default_factory=list)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """Both; there is one worker."""
+        """The report of both workers."""
         return WorkerReport(
-            self.ended + other.ended, max(self.failed, other.failed), self.events + other.events
+            self.ended + other.ended,
+            max(self.failed, other.failed),
+            self.lost + other.lost,
+            self.events + other.events,
         )

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,36 +18,40 @@ import numpy as np
 import quire
 from quire.vllm._arena import Arena, Slot
 from quire.vllm._events import ChunkEvents, StoreEvent
+from quire.vllm._groups import NULL_BLOCK, KvGroup
+from quire.vllm._lookup import Lookup
 from quire.vllm._options import SPACES_MAX, Options
-from quire.vllm._plan import LoadPlan, SavePlan, StepPlan
+from quire.vllm._plan import ChunkPlace, GroupBlocks, LoadPlan, SavePlan, StepPlan
 
 __all__ = ["SchedulerSide", "fetches_in_flight"]
 
 # A waiting request is asked for in a loop that does nothing else while no other request runs.
 _POLL_SECONDS = 0.001
 
-#: Fetches on their way to a worker of this process, by the number of the load.
-fetches_in_flight: dict[int, quire.ChunkFetch] = {}
+#: Fetches on their way to a worker of this process, of each group, by the number of the load.
+fetches_in_flight: dict[int, list[quire.ChunkFetch]] = {}
 _load_numbers = itertools.count(1)
 
 
 @dataclasses.dataclass
 class _Promise:
-    """What vLLM was told: chunks [first, first + count) of the request's chain."""
+    """What vLLM was told: chunks [first, border) of the request's chain. begins, slots: of each
+    part, the first chunk to be loaded and where it and those after it lie. tiers: of chunks from
+    `first` on."""
 
     first: int
-    count: int
-    fetch: quire.ChunkFetch
-    fetch_first: int
-    slots: list[Slot] | None
+    border: int
+    lookup: Lookup
+    begins: list[int]
+    slots: list[list[Slot]] | None
     tiers: list[str]
 
 
 @dataclasses.dataclass
 class _Lease:
-    """Slots that a plan has given to the worker, and when."""
+    """Slots of each group that a plan has given to a worker, and when."""
 
-    slots: list[Slot]
+    slots: list[list[Slot]]
     begin: float
 
 
@@ -59,41 +63,59 @@ class _Request:
     save: bool = True
     ttl: float = 0.0
     pin: bool = False
-    fetch: quire.ChunkFetch | None = None
-    fetch_first: int = 0
+    lookup: Lookup | None = None
     missing_chunk: int | None = None  # was not stored when it was looked for
     promise: _Promise | None = None
     granted: _Promise | None = None  # vLLM has allocated blocks for it; goes into the next plan
+    tiers: list[str] = dataclasses.field(default_factory=list)  # of the load taken last, by chunk
+    loaded: int = 0  # chunks before this one were loaded, windows in part
     saved: int = 0  # chunks before this one were handed to the worker
 
 
 class SchedulerSide:
-    """Everything that vLLM's scheduler asks. One thread calls it."""
+    """Everything that vLLM's scheduler asks. One thread calls it.
+
+    Parts are the groups of layers of each worker, whose chunks have a key space of their own: part
+    rank * groups + group. passports, arenas: by part.
+    """
 
     def __init__(
         self,
         store: quire.ChunkStore,
         options: Options,
-        passport: dict[str, Any],
-        arena: Arena | None,
+        groups: Sequence[KvGroup],
+        passports: Sequence[dict[str, Any]],
+        arenas: Sequence[Arena] | None,
         clock: Callable[[], float] = time.monotonic,
         events: ChunkEvents | None = None,
     ) -> None:
         self._store, self._options = store, options
-        self._base_passport = passport
-        self._passport = passport
+        self._groups = list(groups)
+        self._part_groups = self._groups * (len(passports) // len(groups))
+        self._base_passports = list(passports)
+        self._passports = self._base_passports
         self._resets = 0
-        self._block_size = options.block_size
         self._chunk = options.chunk_tokens
-        self._arena = arena
+        self._arenas = None if arenas is None else list(arenas)
         self._events = events
+        # Its part is what events and tiers are told of.
+        self._first_part = next((i for i, g in enumerate(self._groups) if g.window is None), 0)
         self._requests: dict[str, _Request] = {}
-        self._spaces: dict[bytes, quire.ChunkSpace] = {}
+        self._spaces: dict[bytes, list[quire.ChunkSpace]] = {}
         self._clock = clock
-        self._leases: dict[int, _Lease] = {}  # by the number of the load, oldest first
+        # By the number of the load and the rank, oldest first.
+        self._leases: dict[tuple[int, int], _Lease] = {}
         self._count: dict[str, int] = {}
-        self._spoiled: list[list[int]] = []  # blocks that vLLM counts on and nobody will fill
+        self._loads: list[LoadPlan] = []  # of requests that wait for them; go into the next plan
         self._heard = 0
+
+    @property
+    def waits_for_loads(self) -> bool:
+        """Whether a request is computed only after its load has ended everywhere. Where one worker
+        loads one group without a window, vLLM takes a list of blocks that were not filled, and
+        computes from the first one on. Else it cannot: what is before may be outside of a window,
+        and other workers have computed from them already."""
+        return len(self._part_groups) > 1 or self._groups[0].window is not None
 
     # ---- Requests
 
@@ -114,7 +136,7 @@ class SchedulerSide:
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._withdraw(state)
-            self._drop_fetch(state)
+            self._drop_lookup(state)
 
     def _state(self, request: Any) -> _Request:
         if request.request_id not in self._requests:
@@ -124,25 +146,30 @@ class SchedulerSide:
     def _withdraw(self, state: _Request) -> None:
         """Ends a promise that no plan has."""
         for promise in (state.promise, state.granted):
-            if promise is not None and promise.slots is not None and self._arena is not None:
-                self._arena.release(promise.slots)
+            if promise is not None and promise.slots is not None:
+                self._release(range(len(self._part_groups)), promise.slots)
         state.promise = state.granted = None
 
-    def _drop_fetch(self, state: _Request) -> None:
-        if state.fetch is not None:
-            state.fetch.close()
-        state.fetch = None
+    def _drop_lookup(self, state: _Request) -> None:
+        if state.lookup is not None:
+            state.lookup.close()
+        state.lookup = None
+
+    def _release(self, parts: Sequence[int], slots: list[list[Slot]]) -> None:
+        if self._arenas is not None:
+            for part, each in zip(parts, slots, strict=True):
+                self._arenas[part].release(each)
 
     # ---- Spaces
 
-    def _space(self, salt: bytes) -> quire.ChunkSpace:
-        space = self._spaces.pop(salt, None)
-        if space is None:
-            space = self._store.space(self._passport, salt=salt)
-        self._spaces[salt] = space  # the last one used
+    def _space(self, salt: bytes, part: int) -> quire.ChunkSpace:
+        spaces = self._spaces.pop(salt, None)
+        if spaces is None:
+            spaces = [self._store.space(each, salt=salt) for each in self._passports]
+        self._spaces[salt] = spaces  # the last one used
         while len(self._spaces) > SPACES_MAX:
             self._spaces.pop(next(iter(self._spaces)))
-        return space
+        return spaces[part]
 
     def _extras(self, request: Any, chunk_count: int) -> list[bytes]:
         """Digests of what else than tokens the chunks stand for: images and the like."""
@@ -176,64 +203,100 @@ class SchedulerSide:
                 self._withdraw(state)
                 return 0
         promise = state.promise
-        if promise is not None and promise.first == first and promise.count <= chunk_count - first:
-            return promise.count * self._chunk
+        if promise is not None and promise.first == first and promise.border <= chunk_count:
+            return (promise.border - first) * self._chunk
         self._withdraw(state)
-        if state.fetch is not None and first < state.fetch_first:
-            self._drop_fetch(state)  # blocks that vLLM had are gone
-        if state.fetch is None:
-            self._start(state, ids, chunk_count, first)
-        return self._answer(state, chunk_count, first)
+        lookup = state.lookup
+        if lookup is not None and (first < lookup.first or chunk_count < lookup.border):
+            self._drop_lookup(state)  # blocks that vLLM had are gone
+        if state.lookup is None:
+            state.missing_chunk = None
+            state.lookup = self._start(state, ids, chunk_count, first)
+        return self._answer(state, state.lookup, chunk_count, first)
 
-    def _start(self, state: _Request, ids: Any, chunk_count: int, first: int) -> None:
+    def _start(self, state: _Request, ids: Any, chunk_count: int, first: int) -> Lookup:
         tokens = np.fromiter(ids[: chunk_count * self._chunk], np.int32, chunk_count * self._chunk)
-        state.fetch = self._space(state.salt).fetch(
-            tokens,
-            first_chunk=first,
-            timeout=self._options.load_timeout,
-            extras=self._extras(state.request, chunk_count),
-        )
-        state.fetch_first = first
+        extras = self._extras(state.request, chunk_count)
+
+        def fetch(part: int, first: int, border: int) -> quire.ChunkFetch:
+            return self._space(state.salt, part).fetch(
+                tokens[: border * self._chunk],
+                first_chunk=first,
+                timeout=self._options.load_timeout,
+                extras=extras[:border],
+            )
+
         self._add("lookups")
+        return Lookup(self._part_groups, fetch, first, chunk_count)
 
-    def _answer(self, state: _Request, chunk_count: int, first: int) -> int | None:
-        fetch = state.fetch
-        assert fetch is not None
-        if not fetch.wait(_POLL_SECONDS):
+    def _answer(
+        self, state: _Request, lookup: Lookup, chunk_count: int, first: int
+    ) -> int | None:
+        if not lookup.poll(_POLL_SECONDS):
             return None
-        skip = first - state.fetch_first
-        ready = fetch.ready
-        count = min(ready - skip, chunk_count - first)
-        if state.fetch_first + ready < chunk_count:
-            state.missing_chunk = state.fetch_first + ready
-            self._add("misses", reason=fetch.miss)
-        if count <= 0:
-            self._drop_fetch(state)
+        if lookup.missing is not None and state.missing_chunk is None:
+            state.missing_chunk = lookup.missing
+            self._add("misses", reason=lookup.miss)
+        room = self._room(lookup, first)
+        if room is None:
+            return None  # a shorter one is looked for
+        if lookup.border <= first or not room:
+            self._drop_lookup(state)
+            state.missing_chunk = first
             return 0
-        slots = None
-        if self._arena is not None:
-            self._end_overdue_leases(self._arena)
-            slots = self._arena.lease(fetch, skip, count)
-            if len(slots) < count:
-                self._add("no_room")
-            count = len(slots)
-            if count == 0:
-                self._drop_fetch(state)
-                state.missing_chunk = first
-                return 0
-        tiers = [str(fetch.tier(skip + i)) for i in range(count)]
-        keys = self._learn(state, first, count)
+        border = lookup.border
+        begins = [lookup.begin(part, first) for part in range(len(self._part_groups))]
+        slots = None if self._arenas is None else self._lease(self._arenas, lookup, begins)
+        fetch, fetch_first = lookup.fetch(self._first_part)
+        tiers = [str(fetch.tier(i - fetch_first)) for i in range(first, border)]
+        keys = self._learn(state, first, border - first)
         self.note([("stored", tier, key) for tier, key in zip(tiers, keys, strict=False)])
-        state.promise = _Promise(first, count, fetch, state.fetch_first, slots, tiers)
-        return count * self._chunk
+        state.promise = _Promise(first, border, lookup, begins, slots, tiers)
+        return (border - first) * self._chunk
 
-    def spoil(self, blocks: list[int]) -> None:
-        """vLLM counts on a load into these blocks that cannot be planned: the worker reports them,
+    def _room(self, lookup: Lookup, first: int) -> bool | None:
+        """Whether shared memory has room for what was found; None: for a part of it, which has to
+        be looked for."""
+        if self._arenas is None or lookup.border <= first:
+            return True
+        self._end_overdue_leases()
+        free = [arena.free_count for arena in self._arenas]
+        lacks = [i for i, each in enumerate(free) if lookup.border - lookup.begin(i, first) > each]
+        if not lacks:
+            return True
+        self._add("no_room")
+        leads = [free[i] for i in lacks if self._part_groups[i].window is None]
+        if not leads or min(leads) == 0:
+            return False
+        lookup.limit(first + min(leads))
+        return self._room(lookup, first) if lookup.poll(0.0) else None
+
+    def _lease(
+        self, arenas: Sequence[Arena], lookup: Lookup, begins: Sequence[int]
+    ) -> list[list[Slot]]:
+        """Copies what was found to shared memory, which has room for it."""
+        slots: list[list[Slot]] = []
+        try:
+            for part, (arena, begin) in enumerate(zip(arenas, begins, strict=True)):
+                fetch, first = lookup.fetch(part)
+                slots.append(arena.lease(fetch, begin - first, lookup.border - begin))
+        except BaseException:
+            self._release(range(len(slots)), slots)
+            raise
+        return slots
+
+    def spoil(self, request_id: str, blocks: Sequence[list[int]]) -> None:
+        """vLLM counts on a load into these blocks that cannot be planned: the worker reports it,
         and vLLM computes them."""
-        self._spoiled.append(blocks)
-        self._add("spoiled")
+        self._loads.append(self._lost_load(request_id, blocks))
 
-    def allocated(self, request: Any, external: int) -> None:
+    def _lost_load(self, request_id: str, blocks: Sequence[list[int]]) -> LoadPlan:
+        self._add("spoiled")
+        groups = [GroupBlocks(0, 0, list(each)) for each in blocks]
+        request = request_id if self.waits_for_loads else None
+        return LoadPlan(next(_load_numbers), request, groups, [])
+
+    def allocated(self, request: Any, blocks: Sequence[list[int]], external: int) -> None:
         """vLLM has blocks for `external` tokens that were promised; 0: it takes none.
 
         Raises RuntimeError for tokens that were not promised.
@@ -242,27 +305,34 @@ class SchedulerSide:
         if external == 0:
             return
         promise = state.promise
-        if promise is None or external > promise.count * self._chunk or external % self._chunk:
-            raise RuntimeError(
-                f"vLLM takes {external} tokens; promised were "
-                f"{0 if promise is None else promise.count * self._chunk}"
-            )
-        state.granted = promise
-        state.promise = None
-        kept = external // self._chunk
-        if promise.slots is not None and self._arena is not None:
-            self._arena.release(promise.slots[kept:])
-            promise.slots = promise.slots[:kept]
-        promise.count = kept
-        promise.tiers = promise.tiers[:kept]
+        border = 0 if promise is None else promise.first + external // self._chunk
+        if promise is None or border > promise.border or external % self._chunk:
+            raise RuntimeError(f"vLLM takes {external} tokens that were not promised")
+        if border < promise.border:
+            self._shorten(promise, border)
+        state.granted, state.promise = promise, None
+        state.tiers = promise.tiers
         for tier in promise.tiers:
             self._add("hit_tokens", self._chunk, reason=tier)
+        if self.waits_for_loads:
+            self._loads.append(self._load(state, promise, blocks))
+
+    def _shorten(self, promise: _Promise, border: int) -> None:
+        """vLLM takes less. Windows before a border that was not promised were not looked for."""
+        if any(group.window is not None for group in self._groups):
+            raise RuntimeError(f"vLLM takes chunks to {border}; promised was {promise.border}")
+        for part, slots in enumerate(promise.slots or ()):
+            kept = border - promise.begins[part]
+            if self._arenas is not None:
+                self._arenas[part].release(slots[kept:])
+            del slots[kept:]
+        promise.border = border
+        promise.tiers = promise.tiers[: border - promise.first]
 
     def sources(self, request: Any) -> dict[str, int]:
-        """Tokens of the granted load by tier."""
-        state = self._state(request)
+        """Tokens of the load that vLLM has taken last, by tier."""
         found: dict[str, int] = {}
-        for tier in state.granted.tiers if state.granted is not None else ():
+        for tier in self._state(request).tiers:
             found[tier] = found.get(tier, 0) + self._chunk
         return found
 
@@ -270,10 +340,16 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """The plan of one step."""
-        arena = None if self._arena is None else (self._arena.descriptor, self._arena.slot_count)
-        plan = StepPlan(self._passport, os.getpid(), arena, self._heard)
-        spoiled, self._spoiled = self._spoiled, []
-        plan.loads.extend(LoadPlan(-1, 0, 0, blocks, None) for blocks in spoiled)
+        plan = StepPlan(
+            passports=self._by_rank(self._passports),
+            process=os.getpid(),
+            arenas=None,
+            heard=self._heard,
+            waits_for_loads=self.waits_for_loads,
+        )
+        if self._arenas is not None:
+            plan.arenas = self._by_rank([(a.descriptor, a.slot_count) for a in self._arenas])
+        plan.loads, self._loads = self._loads, []
         computed = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -281,8 +357,7 @@ class SchedulerSide:
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            groups = output.kv_connector_block_state.get_block_ids(request_id)
-            blocks = list(groups[0]) if groups else []
+            blocks = output.kv_connector_block_state.get_block_ids(request_id)
             if state.granted is not None:
                 plan.loads.append(self._load(state, state.granted, blocks))
             drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
@@ -292,38 +367,45 @@ class SchedulerSide:
                 plan.saves.append(save)
         return plan
 
-    def _blocks_of(self, blocks: list[int], first: int, count: int) -> list[int]:
-        part = self._chunk // self._block_size
-        found = blocks[first * part : (first + count) * part]
-        if len(found) != count * part:
-            raise RuntimeError(f"chunks {first} to {first + count} have no {count * part} blocks")
-        return found
+    def _by_rank(self, parts: Sequence[Any]) -> list[list[Any]]:
+        count = len(self._groups)
+        return [list(parts[i : i + count]) for i in range(0, len(parts), count)]
 
-    def _load(self, state: _Request, promise: _Promise, blocks: list[int]) -> LoadPlan:
-        part = self._chunk // self._block_size
-        if len(blocks) < (promise.first + promise.count) * part:
+    def _load(
+        self, state: _Request, promise: _Promise, blocks: Sequence[list[int]]
+    ) -> LoadPlan:
+        request_id = state.request.request_id
+        border = promise.border
+        targets = [
+            _target(group, blocks[i], promise.begins[i], border)
+            for i, group in enumerate(self._groups)
+        ]
+        if not all(targets):
             self._withdraw(state)
-            self._drop_fetch(state)
-            self._add("spoiled")
-            return LoadPlan(-1, 0, 0, blocks, None)
-        state.granted = None
+            self._drop_lookup(state)
+            return self._lost_load(request_id, blocks)
+        state.granted, state.lookup = None, None
+        state.loaded = border
         number = next(_load_numbers)
+        firsts = [
+            begin - promise.lookup.fetch(part)[1] for part, begin in enumerate(promise.begins)
+        ]
+        fetches = promise.lookup.take()
         if promise.slots is None:
-            # Chunks before `first` are of no use any more: vLLM has them.
-            fetches_in_flight[number] = promise.fetch
+            fetches_in_flight[number] = fetches
+            places = self._by_rank([ChunkPlace(first, None) for first in firsts])
         else:
-            self._leases[number] = _Lease(promise.slots, self._clock())
-            promise.fetch.close()
-        state.fetch = None
-        return LoadPlan(
-            number,
-            promise.first - promise.fetch_first,
-            promise.count,
-            self._blocks_of(blocks, promise.first, promise.count),
-            promise.slots,
-        )
+            places = self._by_rank([ChunkPlace(0, each) for each in promise.slots])
+            for rank, slots in enumerate(self._by_rank(promise.slots)):
+                self._leases[number, rank] = _Lease(slots, self._clock())
+            for fetch in fetches:
+                fetch.close()
+        groups = [each for each in targets if each is not None]
+        return LoadPlan(number, request_id if self.waits_for_loads else None, groups, places)
 
-    def _save(self, state: _Request, full: int, blocks: list[int]) -> SavePlan | None:
+    def _save(
+        self, state: _Request, full: int, blocks: Sequence[list[int]]
+    ) -> SavePlan | None:
         request = state.request
         ids = request.all_token_ids
         # Tokens that are drawn while the next step is planned are not known yet: it is saved then.
@@ -332,6 +414,9 @@ class SchedulerSide:
         first = state.saved
         if not state.save or full <= first:
             return None
+        filled = [_blocks_of(group, blocks[i], first, full) for i, group in enumerate(self._groups)]
+        if not all(filled):
+            return None
         state.saved = full
         self._learn(state, first, full - first)
         end = full * self._chunk
@@ -339,7 +424,8 @@ class SchedulerSide:
             tokens=np.fromiter(ids[:end], np.int32, end),
             first=first,
             count=full - first,
-            blocks=self._blocks_of(blocks, first, full - first),
+            blocks=filled,
+            windows_first=state.loaded,
             salt=state.salt,
             extras=self._extras(request, full),
             ttl=state.ttl,
@@ -355,7 +441,7 @@ class SchedulerSide:
         end = (first + count) * self._chunk
         tokens = np.fromiter(state.request.all_token_ids[:end], np.int32, end)
         extras = self._extras(state.request, first + count)
-        keys = self._space(state.salt).keys(tokens, extras=extras)
+        keys = self._space(state.salt, self._first_part).keys(tokens, extras=extras)
         self._events.learn(state.request, keys[first:], first)
         return keys[first:]
 
@@ -373,23 +459,31 @@ class SchedulerSide:
 
     # ---- What the worker tells
 
-    def ended(self, numbers: list[int], failed: int) -> None:
-        """Loads that the worker has ended, and how many have failed so far."""
+    def ended(self, loads: list[tuple[int, int]], failed: int, lost: list[str]) -> None:
+        """Loads that workers have ended, how many have failed so far, and requests whose load
+        has."""
         self._heard = max(self._heard, failed)
-        for number in numbers:
-            lease = self._leases.pop(number, None)
-            if lease is not None and self._arena is not None:
-                self._arena.release(lease.slots)
+        for load in loads:
+            lease = self._leases.pop(load, None)
+            if lease is not None:
+                self._release(self._parts_of(load[1]), lease.slots)
+        for request_id in lost:
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.load, state.loaded = False, 0  # it is computed, and not looked for again
 
-    def _end_overdue_leases(self, arena: Arena) -> None:
-        """The worker has not ended these loads: it is gone, or a step takes long. One that comes
+    def _parts_of(self, rank: int) -> range:
+        return range(rank * len(self._groups), (rank + 1) * len(self._groups))
+
+    def _end_overdue_leases(self) -> None:
+        """Workers have not ended these loads: one is gone, or a step takes long. One that comes
         later finds that its lease has ended."""
         latest = self._clock() - self._options.lease_timeout
-        for number, lease in list(self._leases.items()):
+        for load, lease in list(self._leases.items()):
             if lease.begin > latest:
                 break
-            del self._leases[number]
-            arena.release(lease.slots)
+            del self._leases[load]
+            self._release(self._parts_of(load[1]), lease.slots)
             self._add("overdue_leases")
 
     # ---- Control
@@ -399,14 +493,16 @@ class SchedulerSide:
         go under a passport of their own."""
         self._resets += 1
         number = f"{os.getpid()}.{os.urandom(8).hex()}.{self._resets}"
-        revision = f"{self._base_passport['revision']}+reset.{number}"
-        self._passport = {**self._base_passport, "revision": revision}
+        self._passports = [
+            {**each, "revision": f"{each['revision']}+reset.{number}"}
+            for each in self._base_passports
+        ]
         self._spaces.clear()
         if self._events is not None:
             self._events.forget()
         for state in self._requests.values():
             self._withdraw(state)
-            self._drop_fetch(state)
+            self._drop_lookup(state)
             state.missing_chunk = None
             state.save = False  # its blocks are of the weights before
         return True
@@ -415,8 +511,8 @@ class SchedulerSide:
         for request_id in list(self._requests):
             self.finish(request_id)
         self._spaces.clear()
-        if self._arena is not None:
-            self._arena.close()
+        for arena in self._arenas or ():
+            arena.close()
 
     # ---- Counts
 
@@ -428,3 +524,21 @@ class SchedulerSide:
         """Counts since the last call."""
         counts, self._count = self._count, {}
         return counts
+
+
+def _blocks_of(group: KvGroup, blocks: list[int], first: int, border: int) -> list[int]:
+    """Blocks of chunks [first, border); [] if there are fewer."""
+    found = list(blocks[first * group.part : border * group.part])
+    return found if len(found) == (border - first) * group.part else []
+
+
+def _target(group: KvGroup, blocks: list[int], begin: int, border: int) -> GroupBlocks | None:
+    """Where chunks [begin, border) of a group go; None: there are no blocks for them."""
+    # Where vLLM has chunks before `begin`, it has what is in the window of them, too.
+    lead = group.lead(border) if begin == group.first_needed(border) else 0
+    found = list(blocks[begin * group.part + lead : border * group.part])
+    if len(found) != (border - begin) * group.part - lead:
+        return None
+    if group.window is not None and NULL_BLOCK in found:
+        return None
+    return GroupBlocks(border - begin, lead, found)

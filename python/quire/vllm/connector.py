@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 from quire import errors
 from quire.vllm._arena import Arena
-from quire.vllm._base import HAS_VLLM, ConnectorBase, is_worker
+from quire.vllm._base import HAS_VLLM, ConnectorBase, SupportsHMA, TransferResults, is_worker
 from quire.vllm._events import ChunkEvents
+from quire.vllm._groups import KvGroup, common_block, groups_of
 from quire.vllm._identity import passport_of
 from quire.vllm._options import Options, close_store, open_store
 from quire.vllm._plan import StepPlan, WorkerReport
@@ -84,12 +85,46 @@ def _wants_events(vllm_config: Any) -> bool:
     return bool(getattr(events, "enable_kv_cache_events", False))
 
 
-class QuireConnector(ConnectorBase):  # type: ignore[misc]
+def _check_parallel(parallel: Any, ranks: int) -> None:
+    stages = int(getattr(parallel, "pipeline_parallel_size", 1))
+    contexts = [
+        int(getattr(parallel, f"{name}_context_parallel_size", 1)) for name in ("decode", "prefill")
+    ]
+    tensor = int(getattr(parallel, "tensor_parallel_size", 1))
+    if stages != 1 or contexts != [1, 1] or tensor != ranks:
+        raise errors.BadArgumentError(
+            f"QuireConnector: {ranks} workers by pipeline or context parallel; it takes tensor "
+            "parallel alone"
+        )
+
+
+def _arenas(options: Options, parts: list[KvGroup]) -> list[Arena]:
+    """Shared memory of all parts, of as many chunks each."""
+    chunk_bytes = [part.layer_bytes * len(part.layer_names) for part in parts]
+    return [
+        Arena(
+            options.shared_bytes * each // sum(chunk_bytes), part.layer_bytes, len(part.layer_names)
+        )
+        for part, each in zip(parts, chunk_bytes, strict=True)
+    ]
+
+
+def _events(vllm_config: Any, options: Options, groups: list[KvGroup]) -> ChunkEvents | None:
+    """Events of the first group that attends to everything. None: vLLM wants none, or its hashes
+    are not of that group's blocks."""
+    block_size = int(vllm_config.cache_config.block_size)
+    if not _wants_events(vllm_config) or any(each.block_size != block_size for each in groups):
+        return None
+    number = next((i for i, each in enumerate(groups) if each.window is None), 0)
+    return ChunkEvents(block_size, options.chunk_tokens, number)
+
+
+class QuireConnector(ConnectorBase, SupportsHMA):  # type: ignore[misc]
     """A KV connector of vLLM over quire.ChunkStore.
 
     Raises, at the start only:
-        BadArgumentError: an option, a model whose KV it cannot keep (several groups of layers, a
-            recurrent state), more than one worker, or KV that is not in the CPU's memory.
+        BadArgumentError: an option, a model whose KV it cannot keep (a recurrent state and others),
+            pipeline parallel, or KV that is neither a CPU's nor a CUDA GPU's.
         IncompatibleError: a vLLM whose interface has methods that the connector lacks.
     """
 
@@ -98,34 +133,29 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
         _check_version()
         self._seen_failures: set[tuple[str, str]] = set()
         self._errors = 0
-        groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            raise errors.BadArgumentError(
-                f"QuireConnector: the model's KV has {len(groups)} groups of layers; it takes one"
-            )
-        workers = getattr(vllm_config.parallel_config, "world_size", 1)
-        if workers != 1:
-            raise errors.BadArgumentError(
-                f"QuireConnector: {workers} workers (tensor or pipeline parallel); it takes one"
-            )
-        (group,) = groups
+        parallel = vllm_config.parallel_config
+        ranks = int(getattr(parallel, "world_size", 1))
+        _check_parallel(parallel, ranks)
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
-        self._options = Options.read(extra, vllm_config.cache_config.block_size)
-        page_bytes = int(group.kv_cache_spec.page_size_bytes)
-        layer_bytes = page_bytes * (self._options.chunk_tokens // self._options.block_size)
-        layer_count = len(group.layer_names)
+        self._options = Options.read(extra, common_block(kv_cache_config))
+        groups = groups_of(kv_cache_config, self._options.chunk_tokens)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if is_worker(role):
             self._worker = WorkerSide(
                 self._options,
+                groups,
                 kv_cache_config.num_blocks,
-                layer_bytes,
+                rank=int(getattr(parallel, "rank", 0)) % ranks,
                 tells_events=_wants_events(vllm_config),
             )
             _workers_here.add(self)
             return
-        passport = passport_of(vllm_config, page_bytes, layer_count, self._options.chunk_tokens)
+        passports = [
+            passport_of(vllm_config, group, rank=rank, rank_count=ranks, is_only=len(groups) == 1)
+            for rank in range(ranks)
+            for group in groups
+        ]
         apart = len(_workers_here) == 0
         if apart and not self._options.has_slow_tier:
             raise errors.BadArgumentError(
@@ -133,13 +163,19 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
                 "common: give a directory or redis (or VLLM_ENABLE_V1_MULTIPROCESSING=0)"
             )
         self._store = open_store(self._options)
-        arena = Arena(self._options.shared_bytes, layer_bytes, layer_count) if apart else None
-        events = None
-        if _wants_events(vllm_config):
-            events = ChunkEvents(self._options.block_size, self._options.chunk_tokens)
         self._scheduler = SchedulerSide(
-            self._store, self._options, passport, arena, events=events
+            self._store,
+            self._options,
+            groups,
+            passports,
+            _arenas(self._options, groups * ranks) if apart or ranks > 1 else None,
+            events=_events(vllm_config, self._options, groups),
         )
+        if self._scheduler.waits_for_loads and TransferResults is None:
+            raise errors.IncompatibleError(
+                "QuireConnector: this vLLM cannot be told that a load has failed where a model has "
+                "several groups of layers, windows, or several workers"
+            )
 
     def _failed(self, call: str, error: Exception) -> None:
         self._errors += 1
@@ -177,14 +213,16 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._here.matched(request, num_computed_tokens), False
+        found = self._here.matched(request, num_computed_tokens)
+        return found, bool(found) and self._here.waits_for_loads
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         try:
-            self._here.allocated(request, num_external_tokens)
+            self._here.allocated(request, blocks.get_block_ids(), num_external_tokens)
         except Exception as error:
             self._failed("update_state_after_alloc", error)
-            self._here.spoil(list(blocks.get_block_ids()[0]))
+            if num_external_tokens > 0:
+                self._here.spoil(request.request_id, blocks.get_block_ids())
 
     @_guarded(dict)
     def get_external_cache_hit_sources(
@@ -212,7 +250,7 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._here.ended(report.ended, report.failed)
+            self._here.ended(report.ended, report.failed, report.lost)
             self._here.note(report.events)
 
     @_guarded(lambda: (False, None))
@@ -221,6 +259,12 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._here.finish(request.request_id)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, where vLLM's hybrid manager is on."""
+        return self.request_finished(request, [])
 
     @_guarded(list)
     def take_events(self) -> list[Any]:
@@ -239,8 +283,8 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._plan()
         if plan is not None:
-            for error in self._there.load(plan):
-                self._failed("start_load_kv", error)
+            self._there.load(plan)
+            self._tell_errors("start_load_kv")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All layers are there when start_load_kv returns: they were in memory before."""
@@ -252,9 +296,14 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
 
     @_guarded(_nothing)
     def wait_for_save(self) -> None:
-        plan = self._plan()
-        if plan is not None and plan.saves:
-            self._there.save(plan)
+        self._there.save(self._plan())
+        self._tell_errors("wait_for_save")
+
+    @_guarded(lambda: TransferResults(finished_recving=set(), failed_recving=set()))
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests whose loads this worker has ended, and those that it has not filled."""
+        received, lost = self._there.take_finished()
+        return TransferResults(finished_recving=received, failed_recving=lost)
 
     @_guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -263,6 +312,10 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
     @_guarded(_nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         return self._there.take_report()
+
+    def _tell_errors(self, call: str) -> None:
+        for error in self._there.take_errors():
+            self._failed(call, error)
 
     def _plan(self) -> StepPlan | None:
         plan = self._connector_metadata
@@ -298,6 +351,7 @@ class QuireConnector(ConnectorBase):  # type: ignore[misc]
         if self._worker is not None:
             _workers_here.discard(self)
             self._worker.close()
+            self._tell_errors("shutdown")
         if self._scheduler is not None:
             scheduler, self._scheduler = self._scheduler, None
             scheduler.close()

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch")
 
 import quire
-from fake_vllm import BLOCK, FakeRequest, WrongBytes, WrongReport
-from quire.vllm import _arena, _plan, _scheduler, _worker
+from fake_vllm import BLOCK, ONE_GROUP, FakeGroup, FakeRequest, WrongBytes, WrongReport
+from quire.vllm import _arena, _blocks, _groups, _plan, _scheduler, _worker, connector
 from vllm_pair import PROMPT, Pair, fake_passport, walk
 
 passport = pytest.fixture(autouse=True)(fake_passport)
@@ -26,7 +26,7 @@ def _unverified_byte(patch: Patch) -> None:
 
     def load(side: Any, plan: Any, each: Any) -> None:
         real(side, plan, each)
-        side._layers[1][each.blocks[-1]].view(-1)[3] ^= 1
+        side._blocks[0]._layers[1][each.groups[0].blocks[-1]].view(-1)[3] ^= 1
 
     patch.setattr(_worker.WorkerSide, "_load", load)
 
@@ -35,8 +35,8 @@ def _promise_not_kept(patch: Patch) -> None:
     """A promised chunk is gone when it is loaded, and nobody says so."""
 
     def load(side: Any, plan: Any, each: Any) -> None:
-        if each.slots is None:
-            _scheduler.fetches_in_flight.pop(each.number).close()
+        for fetch in _scheduler.fetches_in_flight.pop(each.number, []):
+            fetch.close()
 
     patch.setattr(_worker.WorkerSide, "_load", load)
 
@@ -89,11 +89,42 @@ def _lease_not_ended(patch: Patch) -> None:
     patch.setattr(_scheduler.SchedulerSide, "ended", lambda *_: None)
 
 
-def _failure(folder: Path, apart: bool | None) -> AssertionError | None:
+def _staging_used_again_early(patch: Patch) -> None:
+    """A slot of pinned memory is free for others while the device still copies from or to it."""
+    real = _blocks.DeviceBlocks._take
+
+    def take(side: Any) -> int:
+        slot = real(side)
+        side._free.insert(0, slot)
+        return slot
+
+    patch.setattr(_blocks.DeviceBlocks, "_take", take)
+    patch.setattr(_blocks.DeviceBlocks, "_end_oldest", _end_without(frees=False, waits=True))
+
+
+def _put_before_it_is_copied(patch: Patch) -> None:
+    """What lies in the pinned memory before the device has copied goes to the store."""
+    patch.setattr(_blocks.DeviceBlocks, "_end_oldest", _end_without(frees=True, waits=False))
+
+
+def _end_without(*, frees: bool, waits: bool) -> Callable[[Any], None]:
+    def end(side: Any) -> None:
+        copy = side._copies.popleft()
+        if waits:
+            copy.event.synchronize()
+        if copy.put is not None:
+            copy.put(side._staging.memory, [copy.slot])
+        if frees:
+            side._free.append(copy.slot)
+
+    return end
+
+
+def _failure(folder: Path, **options: Any) -> AssertionError | None:
     """Of the first walk that fails."""
     for seed in range(16):
         try:
-            walk(seed, folder / str(seed), apart=apart)
+            walk(seed, folder / str(seed), **options)
         except AssertionError as error:
             return error
     return None
@@ -123,7 +154,83 @@ def test_a_walk_notices(
     monkeypatch: Patch,
 ) -> None:
     defect(monkeypatch)
-    error = _failure(tmp_path, apart)
+    error = _failure(tmp_path, apart=apart, staged=False)
+    assert isinstance(error, failure), f"{defect.__name__}: {error!r}"
+
+
+@pytest.mark.parametrize(
+    "defect", [_staging_used_again_early, _put_before_it_is_copied, _failed_load_is_saved]
+)
+def test_a_walk_over_a_late_device_notices(
+    defect: Callable[[Patch], None], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    defect(monkeypatch)
+    error = _failure(tmp_path, apart=True, staged=True)
+    assert isinstance(error, WrongBytes), f"{defect.__name__}: {error!r}"
+
+
+def _window_too_short(patch: Patch) -> None:
+    """The first chunk that reaches into the window is left out."""
+    real = _groups.KvGroup.first_needed
+
+    def first_needed(group: Any, border: int) -> int:
+        needed = real(group, border)
+        return needed if group.window is None else min(needed + 1, border - 1)
+
+    patch.setattr(_groups.KvGroup, "first_needed", first_needed)
+
+
+def _groups_are_mixed(patch: Patch) -> None:
+    patch.setattr(_groups.KvGroup, "identity", "group")
+
+
+def _workers_are_mixed(patch: Patch) -> None:
+    real = connector.passport_of
+
+    def passport_of(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**real(*args, **kwargs), "shard": "canonical"}
+
+    patch.setattr(connector, "passport_of", passport_of)
+
+
+def _loss_not_reported(patch: Patch) -> None:
+    """A request that waited for a load that failed is computed as if it had ended well."""
+    real = _worker.WorkerSide.take_finished
+    patch.setattr(_worker.WorkerSide, "take_finished", lambda side: (real(side)[0], set()))
+
+
+def _end_not_reported(patch: Patch) -> None:
+    patch.setattr(_worker.WorkerSide, "take_finished", lambda side: (set(), set()))
+
+
+_HYBRID = (FakeGroup(), FakeGroup(window=6))
+_TWO_WINDOWS = (FakeGroup(window=6), FakeGroup(), FakeGroup(window=6))
+
+
+@pytest.mark.parametrize(
+    ("defect", "groups", "ranks", "failure"),
+    [
+        (_window_too_short, _HYBRID, 1, WrongBytes),
+        (_groups_are_mixed, _TWO_WINDOWS, 1, WrongBytes),
+        (_workers_are_mixed, ONE_GROUP, 2, WrongBytes),
+        (_workers_are_mixed, _HYBRID, 2, WrongBytes),
+        (_loss_not_reported, _HYBRID, 1, WrongBytes),
+        (_loss_not_reported, ONE_GROUP, 2, WrongBytes),
+        (_end_not_reported, _HYBRID, 1, AssertionError),
+        (_report_lost, ONE_GROUP, 2, WrongReport),
+        (_lease_not_ended, _HYBRID, 2, AssertionError),
+    ],
+)
+def test_a_walk_over_groups_and_workers_notices(
+    defect: Callable[[Patch], None],
+    groups: tuple[FakeGroup, ...],
+    ranks: int,
+    failure: type[AssertionError],
+    tmp_path: Path,
+    monkeypatch: Patch,
+) -> None:
+    defect(monkeypatch)
+    error = _failure(tmp_path, apart=True, staged=False, groups=groups, ranks=ranks)
     assert isinstance(error, failure), f"{defect.__name__}: {error!r}"
 
 
@@ -145,7 +252,9 @@ def _stored(folder: Path) -> Pair:
 
 
 def _lease_dropped_early(patch: Patch) -> None:
-    """A slot is free for others as soon as it is leased."""
+    """A slot is free for others as soon as it is leased. Both requests are promised in one step,
+    however slow the disk is."""
+    patch.setattr(_scheduler, "_POLL_SECONDS", 10.0)
     real = _arena.Arena.lease
 
     def lease(arena: Any, fetch: quire.ChunkFetch, first: int, count: int) -> Any:
@@ -194,15 +303,16 @@ def test_an_overdue_lease_ends_and_a_late_worker_reads_nothing(tmp_path: Path) -
     while not scheduled:  # its chunk is on its way from disk
         output, scheduled = engine._schedule()
     plan = pair.scheduler.build_connector_meta(output)
-    assert scheduler._arena.free_count == 0
+    (arena,) = scheduler._arenas
+    assert arena.free_count == 0
     engine.running.remove(late)
     now[0] += 59.0
-    scheduler._end_overdue_leases(scheduler._arena)
-    assert scheduler._arena.free_count == 0
+    scheduler._end_overdue_leases()
+    assert arena.free_count == 0
     now[0] += 2.0
     assert pair.generate(PROMPT[BLOCK : 2 * BLOCK + 1]).external == BLOCK
     assert pair.stats()["overdue_leases"] == 1
     pair.worker.bind_connector_metadata(plan)
     pair.worker.start_load_kv(None)
-    assert pair.worker.get_block_ids_with_load_errors() == set(late.blocks[:1])
+    assert pair.worker.get_block_ids_with_load_errors() == set(late.blocks[0][:1])
     pair.close()

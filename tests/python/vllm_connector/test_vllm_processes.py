@@ -32,13 +32,13 @@ class Processes(Pair):
 
     def start_worker(self) -> None:
         """A worker, and vLLM's queues, from the start."""
-        self.worker: Any = WorkerProcess(self._extra, _BLOCKS, self._memory)
+        self.workers: list[Any] = [WorkerProcess(self._extra, _BLOCKS, self._memory)]
         layers = shared_layers(self._memory, _BLOCKS)
-        self.engine = FakeVllm(self.scheduler, self.worker, _BLOCKS, layers=layers)
+        self.engine = FakeVllm(self.scheduler, self.workers, [[layers]])
 
     @property
     def arena(self) -> Any:
-        return self.scheduler._scheduler._arena
+        return self.scheduler._scheduler._arenas[0]
 
     def close(self) -> None:
         self.scheduler.shutdown()

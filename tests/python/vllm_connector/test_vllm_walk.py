@@ -1,8 +1,11 @@
-"""quire.vllm.QuireConnector under a fake vLLM: random walks of requests, aborts, preemption, damage,
-a dead Redis, full queues and lost memory. A forward that reads a wrong byte fails the test."""
+"""quire.vllm.QuireConnector under a fake vLLM: random walks of requests, aborts, preemption,
+damage, a dead Redis, full queues and lost memory. A forward that reads a wrong byte fails the test."""
 
 from __future__ import annotations
 
+import random
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,10 @@ import pytest
 pytest.importorskip("torch")
 
 import quire
-from fake_vllm import FakeRequest
-from quire.vllm import _arena, _scheduler
-from vllm_pair import PROMPT, Pair, fake_passport, walk
+from fake_vllm import BLOCK, FakeGroup, FakeRequest, config
+from late_stream import LateStream
+from quire.vllm import QuireConnector, _arena, _identity, _scheduler
+from vllm_pair import PROMPT, Pair, damage, fake_passport, walk
 
 passport = pytest.fixture(autouse=True)(fake_passport)
 
@@ -63,13 +67,6 @@ def test_a_request_may_skip_expire_and_pin(tmp_path: Path) -> None:
     pair.close()
 
 
-def damage(file: Path) -> None:
-    """Flips a bit of a chunk's keys and values."""
-    data = bytearray(file.read_bytes())
-    data[int.from_bytes(data[12:16], "little")] ^= 1
-    file.write_bytes(data)
-
-
 def test_one_flipped_bit_is_a_miss_and_is_repaired(tmp_path: Path, apart: bool) -> None:
     first = Pair({"directory": str(tmp_path)}, apart=apart)
     first.generate(PROMPT)
@@ -80,7 +77,7 @@ def test_one_flipped_bit_is_a_miss_and_is_repaired(tmp_path: Path, apart: bool) 
     second = Pair({"directory": str(tmp_path)}, apart=apart)
     assert second.generate(PROMPT).external == 0
     assert second.stats()["misses.corrupt"] >= 1
-    # A request repairs what it has found damaged: chunks behind the first one may not have been read.
+    # A request repairs what it has found damaged: it may not have read those behind the first one.
     for _ in damaged:
         second.flush()
         found = second.generate(PROMPT).external
@@ -138,13 +135,13 @@ def test_shared_memory_that_is_full_or_lost_is_a_miss(
     small = Pair({"directory": str(tmp_path), "shared_bytes": 2 * 2 * 32}, apart=True)
     assert small.generate(PROMPT).external == 8, "two slots"
     assert small.stats()["no_room"] == 1
-    assert small.scheduler._scheduler._arena.free_count == 2
+    assert small.scheduler._scheduler._arenas[0].free_count == 2
     monkeypatch.setattr(_arena.ArenaView, "layer", lambda *_: 1 / 0)
     request = small.generate(PROMPT)
     assert request.done
     assert small.engine.refused_blocks == 2
     assert small.stats()["failed_loads"] == 1
-    assert small.scheduler._scheduler._arena.free_count == 2
+    assert small.scheduler._scheduler._arenas[0].free_count == 2
     small.close()
 
 
@@ -185,6 +182,70 @@ def test_wrong_options_are_named(extra: dict[str, Any], message: str) -> None:
         Pair({**({"ram_bytes": 1 << 20} if extra else {}), **extra}, apart=not extra)
 
 
+def test_a_device_copies_late_and_nothing_is_lost(tmp_path: Path, apart: bool) -> None:
+    """Two slots of pinned memory, copies that come as late as they may."""
+    extra = {"directory": str(tmp_path), "staging_bytes": 1}
+    late = Pair(extra, apart=apart, stream=LateStream(random.Random(0)))
+    late.generate(PROMPT)
+    late.close()  # writes what the device had not copied
+    for stream in (None, LateStream(random.Random(1))):
+        again = Pair(extra, apart=apart, stream=stream)
+        assert again.generate(PROMPT).external == 12
+        assert "errors" not in again.stats()
+        again.close()
+
+
+def test_a_device_at_which_torch_fails_ends_in_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"directory": str(tmp_path), "staging_bytes": 1}
+    pair = Pair(extra, stream=LateStream(random.Random(0)))
+    pair.generate(PROMPT)
+    pair.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(LateStream, "run", lambda *_: 1 / 0)
+        patch.setattr(LateStream, "run_out", lambda *_: 1 / 0)
+        for i in range(3):  # the last one finds no pinned memory any more
+            assert pair.generate([*PROMPT, i]).done
+    assert pair.stats()["failed_loads"] == 3
+    assert pair.generate(PROMPT).done
+    pair.close()
+
+
+def test_kv_on_a_device_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(quire.BadArgumentError, match="the KV is on meta"):
+        Pair({"directory": str(tmp_path)}, device="meta")
+
+
+def test_the_passport_names_the_gpu_and_what_computes_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def config(backend: str) -> Any:
+        return types.SimpleNamespace(
+            device_config=types.SimpleNamespace(device_type="cuda"),
+            attention_config=types.SimpleNamespace(backend=types.SimpleNamespace(name=backend)),
+            model_config=types.SimpleNamespace(dtype="torch.bfloat16", quantization=None),
+            cache_config=types.SimpleNamespace(cache_dtype="auto"),
+        )
+
+    def layout(backend: str, name: str = "NVIDIA H100", block: int = 16) -> Any:
+        platform = types.SimpleNamespace(
+            get_device_name=lambda: name,
+            get_device_capability=lambda: types.SimpleNamespace(major=9, minor=0),
+        )
+        monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.32.0"))
+        platforms = types.SimpleNamespace(current_platform=platform)
+        monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+        return _identity._layout(config(backend), block)
+
+    found = layout("FLASH_ATTN")
+    assert found[0].startswith("vllm/0.32.0/gpu/nvidia_h100/9.0/torch/")
+    assert found[0].endswith("/16/FLASH_ATTN")
+    assert found[1].endswith("/bfloat16/auto/none/FLASH_ATTN")
+    assert layout("FLASH_ATTN", "NVIDIA H200") != found != layout("FLASHINFER")
+    assert layout("FLASH_ATTN", block=32)[0] != found[0]
+
+
 def _heard(pair: Pair) -> set[tuple[str, int]]:
     """Blocks that a router knows of, by tier, once everything is written."""
     pair.flush()
@@ -215,6 +276,188 @@ def test_vllm_is_told_of_blocks_under_its_own_hashes(tmp_path: Path, apart: bool
     silent.close()
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(24))
 def test_walk(seed: int, tmp_path: Path) -> None:
     walk(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_walk_over_groups_and_workers(seed: int, tmp_path: Path) -> None:
+    walk(seed, tmp_path, groups=None, ranks=None)
+
+
+# ---- Groups of layers, and workers
+
+_HYBRID = (FakeGroup(), FakeGroup(window=6, layers=3))
+
+
+def _stored(folder: Path, **shape: Any) -> None:
+    pair = Pair({"directory": str(folder)}, **shape)
+    assert pair.generate(PROMPT).external == 0
+    assert "errors" not in pair.stats()
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        _HYBRID,
+        (FakeGroup(window=6), FakeGroup(), FakeGroup(window=9)),
+        (FakeGroup(block=2), FakeGroup(window=3)),
+        (FakeGroup(), FakeGroup(layers=1)),
+        (FakeGroup(window=5),),
+    ],
+    ids=["a window", "two windows", "two sizes of blocks", "no window", "windows alone"],
+)
+def test_groups_of_layers_are_found_by_another_engine(
+    tmp_path: Path, groups: tuple[FakeGroup, ...], apart: bool
+) -> None:
+    _stored(tmp_path, groups=groups, apart=apart)
+    pair = Pair({"directory": str(tmp_path)}, groups=groups, apart=apart)
+    assert pair.generate(PROMPT).external == 12
+    assert pair.generate([*PROMPT[:9], 6, 6, 6]).external == 8
+    assert pair.generate([6, *PROMPT]).external == 0
+    assert "errors" not in pair.stats()
+    pair.close()
+    device = Pair({"directory": str(tmp_path)}, groups=groups, stream=LateStream(random.Random(3)))
+    assert device.generate(PROMPT).external == 12
+    device.close()
+
+
+def test_of_a_window_only_the_end_is_read(tmp_path: Path) -> None:
+    """The window of 6 tokens needs two chunks of 4."""
+    _stored(tmp_path, groups=_HYBRID)
+    pair = Pair({"directory": str(tmp_path)}, groups=_HYBRID)
+    assert pair.generate(PROMPT).external == 12
+    assert pair.scheduler._store.statistics()["tiers"]["disk"]["hits"] == 3 + 2
+    pair.close()
+
+
+def test_a_border_moves_to_where_all_groups_have_what_they_need(tmp_path: Path) -> None:
+    """Tokens 4 to 11 are lost of the window's group: tokens 0 to 3 are in no window behind 12."""
+    _stored(tmp_path, groups=_HYBRID)
+    found = []
+    for lost in ({1}, {2}, {0}):
+        pair = Pair({"directory": str(tmp_path)}, groups=_HYBRID)
+        space = pair.scheduler._scheduler._space(b"", 1)
+        keys = space.keys(PROMPT)
+        pair.scheduler._store.remove([keys[i] for i in lost])
+        found.append(pair.generate(PROMPT, kv_transfer_params={"quire_skip": "save"}).external)
+        assert pair.generate(PROMPT).done  # what was computed is saved
+        pair.close()
+    assert found == [4, 8, 12]
+
+
+def test_a_load_of_several_groups_that_fails_is_computed_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _stored(tmp_path, groups=_HYBRID)
+    pair = Pair({"directory": str(tmp_path)}, groups=_HYBRID, apart=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(_arena.ArenaView, "layer", lambda *_: 1 / 0)
+        assert pair.generate(PROMPT).done
+    assert pair.engine.refused_loads == 1
+    assert pair.stats()["failed_loads"] == 1
+    assert pair.generate(PROMPT).external == 12
+    pair.close()
+
+
+def test_what_vllm_takes_and_no_plan_has_is_reported_to_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _stored(tmp_path, groups=_HYBRID)
+    pair = Pair({"directory": str(tmp_path)}, groups=_HYBRID)
+    with monkeypatch.context() as patch:
+        patch.setattr(_scheduler.SchedulerSide, "allocated", lambda *_: 1 / 0)
+        assert pair.generate(PROMPT).done
+    assert pair.engine.refused_loads == 1
+    assert pair.generate(PROMPT).external == 12
+    pair.close()
+
+
+def test_what_vllm_has_itself_is_not_loaded(tmp_path: Path) -> None:
+    """It has two chunks, and with them what is in the window of the third."""
+    _stored(tmp_path, groups=_HYBRID)
+    pair = Pair({"directory": str(tmp_path)}, groups=_HYBRID)
+    request = FakeRequest("r", PROMPT, 1)
+    pair.scheduler.on_new_request(request)
+
+    def promised(computed: int) -> Any:
+        while True:
+            found = pair.scheduler.get_num_new_matched_tokens(request, computed)
+            if found[0] is not None:
+                return found
+
+    assert promised(4) == (8, True)
+    assert promised(8) == (4, True)
+    blocks = [1, 2, 3, 4], [0, 6, 7, 8]
+    pair.scheduler.update_state_after_alloc(
+        request, types.SimpleNamespace(get_block_ids=lambda: blocks), 4
+    )
+    plan = pair.scheduler.build_connector_meta(pair.engine._output({}, [], []))
+    (load,) = plan.loads
+    assert [(each.chunk_count, each.lead, each.blocks) for each in load.groups] == [
+        (1, 0, [3]),
+        (1, 0, [7]),
+    ]
+    pair.worker.bind_connector_metadata(plan)
+    pair.worker.start_load_kv(None)
+    results = pair.worker.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, set())
+    pair.scheduler.request_finished_all_groups(request, blocks)
+    pair.close()
+
+
+def test_two_workers_promise_what_both_have(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"ranks": 2, "apart": True}
+    _stored(tmp_path, **shape)
+    pair = Pair({"directory": str(tmp_path)}, **shape)
+    assert pair.generate(PROMPT).external == 12
+    keys = pair.scheduler._scheduler._space(b"", 1).keys(PROMPT)
+    pair.close()
+    pair = Pair({"directory": str(tmp_path)}, **shape)
+    pair.scheduler._store.remove([keys[1]])
+    assert pair.generate(PROMPT).external == 4
+    pair.flush()
+    assert pair.generate(PROMPT).external == 12, "the second worker has put it there again"
+    pair.close()
+    one = Pair({"directory": str(tmp_path)})
+    assert one.generate(PROMPT).external == 0, "chunks of half of the heads"
+    one.close()
+
+
+def test_one_worker_that_fails_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape: dict[str, Any] = {"ranks": 2, "apart": True}
+    _stored(tmp_path, **shape)
+    pair = Pair({"directory": str(tmp_path)}, **shape)
+    monkeypatch.setattr(pair.workers[1]._worker, "_load", lambda *_: 1 / 0)
+    assert pair.generate(PROMPT).done
+    assert pair.engine.refused_loads == 1
+    for arena in pair.scheduler._scheduler._arenas:
+        assert arena.free_count == arena.slot_count
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("MambaSpec", "is of kind MambaSpec"),
+        ("ChunkedLocalAttentionSpec", "is of kind ChunkedLocalAttentionSpec"),
+    ],
+)
+def test_kinds_of_kv_that_it_cannot_keep_are_named(kind: str, message: str) -> None:
+    vllm_config, kv_cache_config = config({"ram_bytes": 1 << 20}, 8)
+    (group,) = kv_cache_config.kv_cache_groups
+    group.kv_cache_spec = type(kind, (types.SimpleNamespace,), {})(
+        page_size_bytes=32, block_size=BLOCK
+    )
+    with pytest.raises(quire.BadArgumentError, match=message):
+        QuireConnector(vllm_config, "WORKER", kv_cache_config)
+
+
+def test_pipeline_parallel_is_refused() -> None:
+    vllm_config, kv_cache_config = config({"ram_bytes": 1 << 20}, 8, ranks=2)
+    vllm_config.parallel_config.tensor_parallel_size = 1
+    vllm_config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(quire.BadArgumentError, match="tensor parallel alone"):
+        QuireConnector(vllm_config, "WORKER", kv_cache_config)

@@ -2,54 +2,109 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-import pytest
+from fake_vllm import (
+    BLOCK,
+    ONE_GROUP,
+    PASSPORT,
+    FakeGroup,
+    FakeRequest,
+    FakeVllm,
+    config,
+    new_layers,
+)
+from late_stream import LateStream
+from quire.vllm import QuireConnector, _arena, _blocks, _scheduler, connector
 
-from fake_vllm import BLOCK, PASSPORT, FakeRequest, FakeVllm, config
-from quire.vllm import QuireConnector, _arena, _scheduler, connector
+if TYPE_CHECKING:
+    import pytest
 
 PROMPT = [5, 1, 4, 2, 8, 5, 7, 1, 4, 2, 8, 5, 7, 1, 4]  # three chunks and a rest
 
 
 def fake_passport(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passports without a model; a fixture."""
-    monkeypatch.setattr(
-        connector,
-        "passport_of",
-        lambda config, page_bytes, layers, chunk: {**PASSPORT, "block": chunk},
-    )
+    monkeypatch.setattr(connector, "passport_of", passport_of_fake)
 
 
-def sides(extra: dict[str, Any], blocks: int, *names: str) -> list[QuireConnector]:
-    """Both sides, or one, made in this order."""
+def passport_of_fake(
+    vllm_config: Any, group: Any, *, rank: int, rank_count: int, is_only: bool
+) -> dict[str, Any]:
+    """In place of quire.vllm's."""
+    return {
+        **PASSPORT,
+        "layout": f"fake/{group.block_size}/{group.identity}",
+        "shard": f"tp{rank}of{rank_count}",
+        "layers": [0, len(group.layer_names)],
+        "block": group.chunk_tokens,
+    }
+
+
+def sides(
+    extra: dict[str, Any],
+    blocks: int,
+    *names: str,
+    groups: tuple[FakeGroup, ...] = ONE_GROUP,
+    ranks: int = 1,
+) -> list[QuireConnector]:
+    """Both sides, or one, made in this order; WORKER: of all ranks."""
     gc.collect()
     connector._workers_here.clear()
     options = {"chunk_tokens": BLOCK, "shared_bytes": 1 << 16, **extra}
     events = bool(options.pop("events", False))
-    vllm_config, kv_cache_config = config(options, blocks, events=events)
-    return [QuireConnector(vllm_config, name, kv_cache_config) for name in names]
+    found = []
+    for name in names:
+        for rank in range(ranks if name == "WORKER" else 1):
+            vllm_config, kv_cache_config = config(
+                options, blocks, events=events, groups=groups, ranks=ranks, rank=rank
+            )
+            found.append(QuireConnector(vllm_config, name, kv_cache_config))
+    return found
 
 
 class Pair:
-    """An engine with both sides of the connector. apart: as in two processes."""
+    """An engine with both sides of the connector. apart: as in two processes. device: where its KV
+    is. stream: the KV is that of a device whose copies come late, though in the CPU's memory."""
 
-    def __init__(self, extra: dict[str, Any], *, blocks: int = 40, apart: bool = False) -> None:
+    def __init__(
+        self,
+        extra: dict[str, Any],
+        *,
+        blocks: int = 40,
+        apart: bool = False,
+        device: str = "cpu",
+        stream: LateStream | None = None,
+        groups: tuple[FakeGroup, ...] = ONE_GROUP,
+        ranks: int = 1,
+    ) -> None:
+        shape: dict[str, Any] = {"groups": groups, "ranks": ranks}
         if apart:
-            self.scheduler, self.worker = sides(extra, blocks, "SCHEDULER", "WORKER")
+            self.scheduler, *self.workers = sides(extra, blocks, "SCHEDULER", "WORKER", **shape)
         else:
-            self.worker, self.scheduler = sides(extra, blocks, "WORKER", "SCHEDULER")
-        self.engine = FakeVllm(self.scheduler, self.worker, blocks)
+            *self.workers, self.scheduler = sides(extra, blocks, "WORKER", "SCHEDULER", **shape)
+        with contextlib.ExitStack() as patches:
+            if stream is not None:
+                patches.enter_context(mock.patch.object(_blocks, "stream_of", lambda _: stream))
+            self.engine = FakeVllm(
+                self.scheduler,
+                self.workers,
+                new_layers(blocks, device, groups, ranks),
+                groups=groups,
+                settle=(lambda: None) if stream is None else stream.settle,
+            )
         self.counts: dict[str, int] = {}
 
     def run(self, steps: int = 2000) -> None:
         """Until all requests are finished."""
         for _ in range(steps):
-            if not (self.engine.waiting or self.engine.running):
+            if not self.engine.busy:
                 return
             self.engine.step()
         raise AssertionError("requests do not come to an end")
@@ -61,21 +116,38 @@ class Pair:
         return request
 
     def stats(self) -> dict[str, int]:
-        for side in (self.scheduler, self.worker):
+        for side in (self.scheduler, *self.workers):
             found = side.get_kv_connector_stats()
             for name, count in (found.data if found is not None else {}).items():
                 self.counts[name] = self.counts.get(name, 0) + count
         return self.counts
 
+    @property
+    def worker(self) -> Any:
+        """The first one."""
+        return self.workers[0]
+
     def flush(self) -> None:
+        """What was saved is in the store, and written."""
+        for worker in self.workers:
+            for blocks in worker._worker._blocks:
+                blocks.finish(wait=True)
+            if worker._worker._store is not None:
+                worker._worker._store.flush()
         self.scheduler._store.flush()
-        if self.worker._worker._store is not None:
-            self.worker._worker._store.flush()
 
     def close(self) -> None:
         self.scheduler.shutdown()
-        self.worker.shutdown()
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+            worker.shutdown()
+
+
+def damage(file: Path) -> None:
+    """Flips a bit of a chunk's keys and values."""
+    data = bytearray(file.read_bytes())
+    data[int.from_bytes(data[12:16], "little")] ^= 1
+    file.write_bytes(data)
 
 
 def _damage(rng: random.Random, folder: Path) -> None:
@@ -86,7 +158,10 @@ def _damage(rng: random.Random, folder: Path) -> None:
     if rng.random() < 0.3:
         file.unlink(missing_ok=True)
         return
-    data = bytearray(file.read_bytes())
+    try:
+        data = bytearray(file.read_bytes())
+    except FileNotFoundError:
+        return  # the store has found it damaged before, and removed it
     if data:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
@@ -99,6 +174,7 @@ def _options(rng: random.Random, folder: Path) -> dict[str, Any]:
         "chunk_tokens": BLOCK * rng.choice([1, 1, 2]),
         "prompts_only": rng.random() < 0.2,
         "shared_bytes": rng.choice([64, 512, 1 << 16]),
+        "staging_bytes": rng.choice([64, 512, 1 << 16]),
         "events": rng.random() < 0.5,
     }
     if rng.random() < 0.3:
@@ -129,50 +205,84 @@ def _life(rng: random.Random, pair: Pair, folder: Path, names: Iterator[int]) ->
         if draw < 0.25 and len(engine.waiting) < 6:
             every.append(_request(rng, f"r{next(names)}"))
             engine.add(every[-1])
-        elif draw < 0.28 and (engine.waiting or engine.running):
-            engine.abort(rng.choice(engine.waiting + engine.running))
+        elif draw < 0.28 and engine.busy:
+            loading = [request for request, _ in engine.loading.values()]
+            alive = [each for each in loading if each.request_id not in engine.aborted]
+            every_one = engine.waiting + engine.running + alive
+            if every_one:
+                engine.abort(rng.choice(every_one))
         elif draw < 0.32:
             _damage(rng, folder)
-        elif draw < 0.33 and not engine.running:
+        elif draw < 0.33 and not engine.running and not engine.loading:
             pair.scheduler.reset_cache()
             engine.weights += 1
         else:
             engine.step()
     pair.run()
-    assert len(engine.free) == len(engine.layers[0]), "blocks are lost"
+    assert len(engine.free) == engine.usable_blocks, "blocks are lost"
     scheduler = pair.scheduler._scheduler
     assert not scheduler._requests
-    if scheduler._arena is not None:
-        assert scheduler._arena.free_count == scheduler._arena.slot_count, "leases are lost"
+    for arena in scheduler._arenas or ():
+        assert arena.free_count == arena.slot_count, "leases are lost"
     assert not _scheduler.fetches_in_flight
     return sum(request.external for request in every)
 
 
-def walk(seed: int, folder: Path, *, apart: bool | None = None) -> None:
+_SHAPES: list[tuple[FakeGroup, ...]] = [
+    ONE_GROUP,
+    (FakeGroup(), FakeGroup(window=6, layers=3)),
+    (FakeGroup(window=9), FakeGroup(layers=1), FakeGroup(window=9)),
+    (FakeGroup(block=2), FakeGroup(window=3, block=4)),
+    (FakeGroup(layers=1), FakeGroup(window=13)),
+    (FakeGroup(), FakeGroup(layers=1)),
+    (FakeGroup(window=5),),
+]
+
+
+def walk(
+    seed: int,
+    folder: Path,
+    *,
+    apart: bool | None = None,
+    staged: bool | None = None,
+    device: str = "cpu",
+    groups: tuple[FakeGroup, ...] | None = ONE_GROUP,
+    ranks: int | None = 1,
+) -> None:
     """Three engines, one after the other, over one folder; requests, aborts and damage are drawn,
     and one read of shared memory in ten fails.
 
-    apart: whether scheduler and worker are joined by shared memory; None: drawn, too.
+    apart: whether scheduler and worker are joined by shared memory; staged: whether blocks are
+    those of a device whose copies come late; groups: of layers; ranks: workers. None: drawn, too.
     """
     rng = random.Random(seed)
     extra = _options(rng, folder)
+    if groups is None:
+        groups = rng.choice(_SHAPES)
+    if ranks is None:
+        ranks = rng.choice([1, 2])
     names = iter(range(10**6))
     hits = 0
-    with pytest.MonkeyPatch.context() as patch:
-        real = _arena.ArenaView.layer
+    real = _arena.ArenaView.layer
 
-        def layer(view: Any, slots: Any, number: int) -> Any:
-            if rng.random() < 0.1:
-                raise OSError("lost")
-            return real(view, slots, number)
+    def layer(view: Any, slots: Any, number: int) -> Any:
+        if rng.random() < 0.1:
+            raise OSError("lost")
+        return real(view, slots, number)
 
-        patch.setattr(_arena.ArenaView, "layer", layer)
+    with mock.patch.object(_arena.ArenaView, "layer", layer):
         for _ in range(3):  # restarts
-            drawn = rng.random() < 0.5
+            drawn = rng.random() < 0.5, rng.random() < 0.5
             pair = Pair(
-                extra, blocks=rng.choice([12, 30, 60]), apart=drawn if apart is None else apart
+                extra,
+                blocks=rng.choice([12, 30, 60]) * len(groups),
+                apart=ranks > 1 or (drawn[0] if apart is None else apart),
+                stream=LateStream(rng) if (drawn[1] if staged is None else staged) else None,
+                device=device,
+                groups=groups,
+                ranks=ranks,
             )
             hits += _life(rng, pair, folder, names)
             pair.close()
-    if not extra["prompts_only"] and "redis" not in extra and extra["shared_bytes"] > 64:
+    if not extra["prompts_only"] and "redis" not in extra and extra["shared_bytes"] > 512:
         assert hits > 0, "the walk has tested nothing"

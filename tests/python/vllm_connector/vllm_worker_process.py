@@ -19,6 +19,7 @@ _CALLS = (
     "wait_for_layer_load",
     "wait_for_save",
     "get_block_ids_with_load_errors",
+    "get_transfer_results",
     "build_connector_worker_meta",
     "bind_connector_metadata",
     "clear_connector_metadata",
