@@ -179,6 +179,7 @@ QUIRE_TARGET("amx-tile") void ConfigureTiles() {
     config[16 + 2 * tile] = 64;  // bytes of a row
     config[48 + tile] = 16;      // rows
   }
+  asm volatile("" : "+m"(config));  // GCC 12's intrinsic reads no more than 8 bytes, it says
   _tile_loadconfig(config);
   _tile_zero(0);
   _tile_zero(1);
