@@ -82,6 +82,9 @@ struct EngineOptions {
   // Models with recurrent layers: bytes of states that the prefix cache keeps, beside those of
   // samples in work; 0 = at most 128 states and an eighth of the free memory.
   int64_t state_bytes = 0;
+  // Keys and values on their way from AttachPrefillPeers, before they are in their pages: the most
+  // that they hold at a time. 0 = 64 MiB, which the plan has not counted.
+  int64_t staging_bytes = 0;
   Speculation speculation = {};  // of requests that do not say
   // A smaller model with the same tokens, for DraftKind::kModel; computed like the other one.
   std::string draft_model_directory = {};
@@ -112,6 +115,7 @@ void ForEachOption(EngineOptions& options, F&& f) {
   f("prefix_cache", options.prefix_cache);
   f("kv_bytes", options.kv_bytes, IntegerRange{});
   f("state_bytes", options.state_bytes, IntegerRange{});
+  f("staging_bytes", options.staging_bytes, IntegerRange{0, int64_t{1} << 40});
   f("speculation", options.speculation);
   f("draft_model_directory", options.draft_model_directory);
   f("max_tree_nodes", options.max_tree_nodes, IntegerRange{0, int64_t{1} << 16});
@@ -436,6 +440,8 @@ struct EngineStats {
   // them now, time during which this engine computed for others meanwhile, and prompts that were
   // not finished.
   int64_t remote_tokens = 0, remote_bytes = 0, remote_waiting = 0, remote_losses = 0;
+  // Bytes of them between their arrival and their page: now, and the most there ever were.
+  int64_t staging_bytes = 0, staging_bytes_largest = 0;
   double remote_overlap_seconds = 0;
   // Prompts that this engine computes for peers: connections, prompts in work or queued, those that
   // were sent whole and their tokens that were sent, and those that were refused or broken off.
@@ -500,10 +506,12 @@ struct MemoryPlan {
   int64_t page_count = 0;
   int64_t kv_bytes = 0;  // mapped for the pages: page_count * page_bytes, a byte for each 16 tokens
                          // of a layer, and the rest of the last page of the machine
-  int64_t state_bytes = 0;      // mapped for the states of recurrent layers
-  int64_t scratch_bytes = 0;    // of the largest step: activations, attention, logits, sampling
-  int64_t draft_bytes = 0;      // all of the draft model: weights, KV, states, scratch
-  int64_t total_bytes = 0;      // weights, KV, states, scratch, draft
+  int64_t state_bytes = 0;    // mapped for the states of recurrent layers
+  int64_t scratch_bytes = 0;  // of the largest step: activations, attention, logits, sampling
+  int64_t draft_bytes = 0;    // all of the draft model: weights, KV, states, scratch
+  // EngineOptions::staging_bytes, and with recurrent layers the states of prompts that come.
+  int64_t staging_bytes = 0;
+  int64_t total_bytes = 0;      // weights, KV, states, scratch, draft, staging
   int64_t machine_bytes = 0;    // memory of this machine, or of the control group it runs in
   int64_t available_bytes = 0;  // of it, free when the plan was made; the plan fits up to this
   bool kv_shrunk = false;       // kv_bytes was 0, and there are fewer pages so that the plan fits

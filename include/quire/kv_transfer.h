@@ -5,8 +5,9 @@
 //   map = DisaggPrepareRecv(seq, n)   --map-->   SetLayerSink(channel)
 //                                                DisaggMarkSend(seq, begin, {map}, peer)
 //                                                forwards; for every layer:
-//   View, Complete (any thread)     <--bytes--     channel.OnLayerAppended
-//   WaitReceived(map.epoch, n)      <--record-   EndForward: channel.OnForwardEnded
+//   View, Store (any thread)        <--bytes--     channel.OnLayerAppended
+//   Complete (any thread)           <--record-   EndForward: channel.OnForwardEnded
+//   WaitReceived(map.epoch, n)
 //   DisaggCommitRecv(map.epoch, n)
 //   forwards of the tokens after them
 //
@@ -78,8 +79,16 @@ struct ReceivePart {
 // Where a channel writes the part's rows. The memory is no page: it lives as long as somebody holds
 // it, so bytes that come late hurt nobody.
 struct ReceiveView {
-  LayerKV rows;  // [part.count, all kv heads, dim], contiguous; only the part's heads are to write
+  LayerKV rows;  // [part.count, part.head_count, dim], contiguous; as many bytes as the part has
   std::shared_ptr<void> memory;
+};
+
+// Memory of views, in bytes: staging memory.
+struct StagingUse {
+  static constexpr int64_t kLimitDefault = int64_t{64} << 20;
+  int64_t limit = kLimitDefault;  // that views of a state may hold at a time
+  int64_t held = 0;               // by views that somebody holds
+  int64_t largest = 0;            // of `held`, ever
 };
 
 struct ReceiveProgress {
@@ -102,6 +111,8 @@ struct SendProgress {
 // CRC-32C of some heads of rows [n, heads, dim]: of k, v, then the scales of what is quantised,
 // row by row.
 uint32_t DigestOfHeads(const LayerKV& rows, int64_t first_head, int64_t head_count);
+// Rows [first, first + count) of contiguous tensors [n, heads, dim]: the same memory.
+LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count);
 // REQUIRES: the same layer layout but for the number of heads, and as many rows.
 void CopyHeads(const LayerKV& from, int64_t from_head, const LayerKV& to, int64_t to_head,
                int64_t head_count);
@@ -127,18 +138,27 @@ class KVTransfer {
   virtual Status DisaggCancelRecv(uint64_t epoch) = 0;
 
   // Any thread, also in a forward. NotFound for an epoch that is over.
-  // The part is no longer complete, if it was, and is to be written: once, or again.
+  // Memory for the part, until the view's last holder lets go. Full: the part has no room at the
+  // moment beside what other views hold of the staging memory; TooLarge: it never has.
   virtual Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) = 0;
-  // The part is written. Its digest is checked, and rows all of whose heads are complete then go to
-  // the pages. Corrupt: nothing did. The part must not be written meanwhile.
-  virtual Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
-                          uint32_t digest) = 0;
+  // The part is written in `view`, which is for a part like it and is of no more use then. Its
+  // digest is checked, and it goes to the pages, where it does not count: the part is no longer
+  // complete, if it was. Corrupt: nothing has changed. Nobody writes to the view meanwhile.
+  virtual Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part,
+                       const ReceiveView& view, uint32_t digest) = 0;
+  // The part counts. BadState unless all of it was stored.
+  virtual Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) = 0;
   // Nothing more will come; waiting calls learn why.
   virtual Status FailReceive(uint64_t epoch, const Status& why) = 0;
   virtual Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const = 0;
   // Until the first n rows are complete in every layer (ok), a failure was reported (that), the
   // epoch is over (Cancelled) or clock.SteadyNs() is until_ns (Timeout).
   virtual Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const = 0;
+  virtual StagingUse staging() const = 0;
+
+  // The most that views may hold from now on, StagingUse::kLimitDefault before. BadArgument for
+  // less than one row of the largest layer, or one state: it could never come.
+  virtual Status SetStagingLimit(int64_t bytes) = 0;
 
   // ---- Sending. BadState in FORWARD or while a mark is active. Null: none.
   virtual Status SetLayerSink(std::shared_ptr<LayerSink> sink) = 0;

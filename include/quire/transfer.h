@@ -11,8 +11,8 @@
 
 namespace quire {
 
-// Between caches of one process: bytes are written to the receiver's staging memory in
-// OnLayerAppended, and completed with the digest of the sender's rows in OnForwardEnded. Connect
+// Between caches of one process: bytes are stored at the receiver, with the digest of the sender's
+// rows, in OnLayerAppended, and completed in OnForwardEnded. Connect
 // and Disconnect from any thread; several senders may share a channel.
 class LocalChannel : public LayerSink {
  public:

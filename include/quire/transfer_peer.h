@@ -44,6 +44,8 @@ struct TransferPeerOptions {
   // How long a transfer lives without a renewal, which its receiver sends as long as it wants it.
   std::chrono::nanoseconds lease = std::chrono::seconds(30);
   // Bytes of parts on their way to this side: what the other one holds until they are taken here.
+  // The parts are no larger, so a receiver's staging memory must have room for one: 1 MiB or the
+  // window, whichever is less.
   int64_t window_bytes = int64_t{64} << 20;
   // How long a forward of this side waits for room in the other side's window before its mark ends.
   // A sender that has other work looks at send_room() first and lets such a prompt wait.
@@ -122,7 +124,7 @@ class TransferPeer : public LayerSink {
 
   // ---- Receiving
   // Where parts go; it must live until SetReceiver(nullptr), which ends all transfers to here.
-  // BadState if another one is set.
+  // BadState if another one is set, BadArgument if its staging memory is too small for a part.
   virtual Status SetReceiver(KVTransfer* receiver) = 0;
   // Asks for the map's tokens. When the connection is lost or the job's deadline is over, the
   // reservation fails (FailReceive), which WaitReceived tells. A reservation that is committed or

@@ -685,6 +685,21 @@ class EngineOptions(TypedDict, total=False):
             field="timeout_ms",
         ),
     ]
+    staging_bytes: Annotated[
+        int,
+        Option(
+            0,
+            "with prefill_from, memory for keys and values that arrive and are not in their pages "
+            "yet, whatever the number of processes and prompts; 0 = 64 MiB. The memory plan counts "
+            "it.",
+            Flag(
+                "memory for what arrives and is not in its pages yet (default: 64M)",
+                "SIZE",
+                size,
+                group="prefill",
+            ),
+        ),
+    ]
     peer_secret_file: Annotated[
         Path | None,
         Option(

@@ -300,6 +300,8 @@ class MemoryPlan:
         the prefix cache keeps.
     scratch_bytes: what one step needs beside weights and pages, at most.
     draft_bytes: all that the draft model takes.
+    staging_bytes: with `prefill_from`, what arrives and is not in its pages yet, and with recurrent
+        layers the states that come with it.
     total_bytes: all of these together.
     machine_bytes: memory of the machine, or of the control group that it runs in.
     available_bytes: of it, what was free when the plan was made.
@@ -316,6 +318,7 @@ class MemoryPlan:
     state_bytes: int
     scratch_bytes: int
     draft_bytes: int
+    staging_bytes: int
     total_bytes: int
     machine_bytes: int
     # Changes from call to call, and is not part of what the plan is.
@@ -844,7 +847,8 @@ class Engine(_ffi.ThreadOwner):
 
         Prompts that other processes compute (`prefill_from`): remote_tokens, remote_bytes;
         remote_waiting (requests that wait for them), remote_losses (prompts that were not
-        finished), remote_overlap_ns (that was computed for others meanwhile). Prompts for others
+        finished), remote_overlap_ns (that was computed for others meanwhile), staging_bytes (of
+        them on their way to their pages now), staging_bytes_largest (ever). Prompts for others
         (:meth:`serve_prefill`): served_peers (connections), served_waiting, served_prompts,
         served_tokens (that were sent), served_losses (refused or broken off).
         """
@@ -1638,9 +1642,15 @@ def _make_store(options: Mapping[str, Any]) -> ChunkStore:
     return ChunkStore(**tiers, key=b"" if key_file is None else read_key_file(key_file))
 
 
+# What arrives from other processes and is not in its pages yet, where it is not said.
+_STAGING_BYTES = 64 << 20
+
+
 def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of an engine as the library takes them."""
     mine = _options.of_part("engine", options)
+    if mine["staging_bytes"] == 0 and _options.of_part("peers", options)["addresses"]:
+        mine["staging_bytes"] = _STAGING_BYTES
     kv_dtype, draft_model = mine.pop("kv_dtype"), mine.pop("draft_model")
     if draft_model is not None:
         draft = model_folder(_folder_name(draft_model, "draft_model"))

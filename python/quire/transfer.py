@@ -413,6 +413,19 @@ class TransferCalls:
         """How many tokens of the reservation are complete, layer by layer."""
         return read_receive_progress(self._handle.receive_progress(epoch))
 
+    def staging(self) -> dict[str, int]:
+        """Bytes of what arrives and is not in its pages yet: limit, held (now), largest (of held,
+        ever). Any thread."""
+        return {name: int(value) for name, value in self._handle.staging().items()}
+
+    def set_staging_limit(self, count: int) -> None:
+        """The most that arriving rows of this state may hold, in bytes, whatever the number of
+        senders and reservations; 64 MiB unless set.
+
+        BadArgumentError for less than one row of the largest layer, or one state.
+        """
+        self._handle.set_staging_limit(int64(count, "count"))
+
     def wait_received(self, epoch: int, n: int, timeout: float) -> None:
         """Waits until the first `n` tokens are complete in every layer.
 

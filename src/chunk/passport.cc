@@ -421,6 +421,36 @@ std::string RopePassport(const RopeOptions& rope, bool long_factors) {
   return text.Take();
 }
 
+namespace {
+
+// A line says both values, so neither may be of any length.
+std::string ValueText(const Json& value) {
+  constexpr size_t kLengthMax = 160;
+  std::string text = value.dump();
+  if (text.size() > kLengthMax) text = text.substr(0, kLengthMax) + "...";
+  return text;
+}
+
+std::string BothValues(const std::string& field, const Json& mine, const Json& other) {
+  return field + ": " + ValueText(mine) + " here, " + ValueText(other) + " there";
+}
+
+// The first layer in which a field differs that has a value for each layer, on one side at least.
+// Empty: one side has fewer layers, which is another field's difference.
+std::string LayerDifference(const std::string& field, const Json& mine, const Json& other) {
+  if (mine.is_array() && other.is_array() && mine.size() != other.size()) return "";
+  const size_t layers = mine.is_array() ? mine.size() : other.size();
+  for (size_t layer = 0; layer < layers; ++layer) {
+    const Json& of_mine = mine.is_array() ? mine[layer] : mine;
+    const Json& of_other = other.is_array() ? other[layer] : other;
+    if (of_mine != of_other)
+      return BothValues(field, of_mine, of_other) + ", of layer " + std::to_string(layer);
+  }
+  return "";
+}
+
+}  // namespace
+
 std::string PassportDifference(std::string_view ours_json, std::string_view theirs_json) {
   const Result<Json> ours = ParseJson(ours_json, "our passport");
   if (!ours.ok()) return std::string(ours.status().message());
@@ -432,7 +462,12 @@ std::string PassportDifference(std::string_view ours_json, std::string_view thei
   for (const auto& [field, unused] : fields.items()) {
     const Json mine = ours->value(field, Json());
     const Json other = theirs->value(field, Json());
-    if (mine != other) return field + ": " + mine.dump() + " here, " + other.dump() + " there";
+    if (mine == other) continue;
+    const bool is_by_layer = field != "layers" && (mine.is_array() || other.is_array()) &&
+                             !mine.is_null() && !other.is_null();
+    std::string difference =
+        is_by_layer ? LayerDifference(field, mine, other) : BothValues(field, mine, other);
+    if (!difference.empty()) return difference;
   }
   return "";
 }

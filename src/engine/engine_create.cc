@@ -251,6 +251,9 @@ Result<int64_t> PlanStates(const EngineOptions& options, const ModelInfo& info, 
                                                         options, info, role, runner, retained)));
   plan->state_bytes = all.storage_bytes;
   plan->scratch_bytes += all.scratch_bytes;
+  // A prompt that comes has its state with it, until its rows are all there.
+  if (role == Role::kTarget && options.staging_bytes > 0)
+    plan->staging_bytes += options.max_num_sequences * active.slot_bytes;
   return retained;
 }
 
@@ -334,6 +337,7 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
   plan.machine_bytes = memory.total_bytes;
   plan.available_bytes = memory.available_bytes;
   plan.weight_bytes = info.weight_bytes;
+  plan.staging_bytes = options.staging_bytes;
   plan.scratch_bytes = model.workspace_bytes +
                        rows_max * info.vocab_size * static_cast<int64_t>(sizeof(float)) +
                        runner->worker_count() * DrawScratch::Bytes(info.vocab_size);
@@ -345,7 +349,7 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
   QUIRE_RETURN_IF_ERROR(PlanDraftModel(options, models, &blueprint));
   MemoryPlan& whole = blueprint.plan;
   whole.total_bytes = whole.weight_bytes + whole.kv_bytes + whole.state_bytes +
-                      whole.scratch_bytes + whole.draft_bytes;
+                      whole.scratch_bytes + whole.draft_bytes + whole.staging_bytes;
   return blueprint;
 }
 
@@ -414,8 +418,10 @@ Status CheckMemoryHolds(const EngineOptions& options, const Blueprint& blueprint
           << SizeText(plan.weight_bytes) << " of weights, " << SizeText(plan.kv_bytes)
           << " of KV pages, " << SizeText(plan.state_bytes) << " of states, "
           << SizeText(plan.scratch_bytes) << " of scratch, " << SizeText(plan.draft_bytes)
-          << " of a draft model), and " << SizeText(memory.available_bytes) << " are free of the "
-          << SizeText(memory.total_bytes) << " that this machine or its control group has; ";
+          << " of a draft model, " << SizeText(plan.staging_bytes)
+          << " of staging for prompts from elsewhere), and " << SizeText(memory.available_bytes)
+          << " are free of the " << SizeText(memory.total_bytes)
+          << " that this machine or its control group has; ";
   QUIRE_ASSIGN_OR_RETURN(const std::optional<Blueprint> fitting,
                          FitPages(options, blueprint, memory, memory.available_bytes, models));
   if (fitting) {

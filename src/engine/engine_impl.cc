@@ -70,6 +70,7 @@ EngineImpl::EngineImpl(Parts parts)
                 .holders = &holders_,
                 .clock = clock_.get(),
                 .bytes_per_token = facts_.sizes.kv_bytes_per_token,
+                .staging_bytes = facts_.options.staging_bytes,
                 .prefill_chunk = facts_.options.prefill_chunk}),
       blender_({.state = caches_.state(),
                 .prefix_cache = &holders_.prefix_cache,

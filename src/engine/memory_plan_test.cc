@@ -10,6 +10,7 @@
 #include "engine/engine_impl.h"
 #include "engine/memory_fit.h"
 #include "kv/cache/paged_kv_cache.h"
+#include "kv/chunks/kv_sections.h"
 #include "kv/recurrent/recurrent_cache.h"
 #include "model/decoder.h"
 #include "model/testing/test_model.h"
@@ -183,6 +184,38 @@ TEST(MemoryPlan, CountsTokenTreesAndTheDraftModel) {
                                      BytesOf(drafter.cache()) + BytesOf(drafter.recurrent()));
     EXPECT_EQ(plan->total_bytes, plan->weight_bytes + plan->kv_bytes + plan->state_bytes +
                                      plan->scratch_bytes + plan->draft_bytes);
+  }
+}
+
+// Memory for what peers send is in the total where it is asked for: parts of rows, and a state of
+// each prompt that may be on its way.
+TEST(MemoryPlan, CountsTheStagingMemory) {
+  for (const char* architecture : {"LlamaForCausalLM", "Mamba2ForCausalLM"}) {
+    SCOPED_TRACE(architecture);
+    TestFolder folder;
+    WriteTestModel(folder, {.architecture = architecture});
+    EngineOptions options{.model_directory = folder.path(),
+                          .threads = 1,
+                          .max_num_sequences = 5,
+                          .kv_bytes = 1 << 20,
+                          .state_bytes = 1 << 22};
+    const MemoryPlan without = Engine::PlanMemory(options).value();
+    EXPECT_EQ(without.staging_bytes, 0);
+    options.staging_bytes = 12345;
+    const MemoryPlan plan = Engine::PlanMemory(options).value();
+    EXPECT_EQ(plan.total_bytes, without.total_bytes + plan.staging_bytes);
+    const auto engine = Engine::Create(options).value();
+    const auto* const recurrent = static_cast<const EngineImpl&>(*engine).recurrent();
+    int64_t state = 0;
+    if (recurrent != nullptr) {
+      const std::vector<StateTensor> tensors = StateTensorsOf(*recurrent).value();
+      for (const StateTensor& tensor : tensors)
+        state += TensorView(nullptr, tensor.dtype, tensor.shape).element_count() *
+                 DTypeBytes(tensor.dtype);
+    }
+    EXPECT_EQ(state > 0, std::string(architecture) == "Mamba2ForCausalLM");
+    EXPECT_GE(plan.staging_bytes, 12345 + options.max_num_sequences * state);
+    EXPECT_LT(plan.staging_bytes, 12346 + options.max_num_sequences * 2 * state);
   }
 }
 

@@ -68,6 +68,8 @@ tf::Map<tf::String, int64_t> StatsFields(const EngineStats& stats) {
           {"remote_bytes", stats.remote_bytes},
           {"remote_waiting", stats.remote_waiting},
           {"remote_losses", stats.remote_losses},
+          {"staging_bytes", stats.staging_bytes},
+          {"staging_bytes_largest", stats.staging_bytes_largest},
           {"remote_overlap_ns", static_cast<int64_t>(stats.remote_overlap_seconds * 1e9)},
           {"served_peers", stats.served_peers},
           {"served_waiting", stats.served_waiting},

@@ -172,6 +172,13 @@ class TransferObject : public StateObject<State> {
       return this->state_->transfer()->GetReceiveProgress(static_cast<uint64_t>(epoch));
     }));
   }
+  void SetStagingLimit(int64_t bytes) {
+    this->latch_.Run([&] { return this->state_->transfer()->SetStagingLimit(bytes); });
+  }
+  tvm::ffi::Map<tvm::ffi::String, int64_t> Staging() {
+    const StagingUse use = this->state_->transfer()->staging();
+    return {{"limit", use.limit}, {"held", use.held}, {"largest", use.largest}};
+  }
   void WaitReceived(int64_t epoch, int64_t n, int64_t timeout_ns) {
     const auto clock = MachineTime();
     const int64_t until = clock->SteadyNs() + timeout_ns;
@@ -222,6 +229,8 @@ void DefineTransfer(tvm::ffi::reflection::ObjectDef<Object>& object) {
       .def("disagg_commit_recv", &Object::DisaggCommitRecv)
       .def("disagg_cancel_recv", &Object::DisaggCancelRecv)
       .def("receive_progress", &Object::ReceiveProgress)
+      .def("staging", &Object::Staging)
+      .def("set_staging_limit", &Object::SetStagingLimit)
       .def("wait_received", &Object::WaitReceived)
       .def("disagg_mark_send", &Object::DisaggMarkSend)
       .def("disagg_unmark_send", &Object::DisaggUnmarkSend)

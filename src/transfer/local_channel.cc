@@ -1,6 +1,6 @@
-// The channel between caches of one process. What OnLayerAppended writes is staging memory of the
-// receiver and counts for nothing until its digest has been checked there, which OnForwardEnded
-// asks for: so an aborted forward leaves nothing behind that would have to be taken back.
+// The channel between caches of one process. What OnLayerAppended writes goes to the receiver's
+// pages by way of its staging memory, and counts for nothing until OnForwardEnded says so: an
+// aborted forward leaves nothing behind that would have to be taken back.
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/guard.h"
 #include "quire/transfer.h"
+#include "transfer/part_runs.h"
 
 namespace quire {
 namespace {
@@ -46,20 +47,12 @@ class LocalChannelImpl final : public LocalChannel {
       const std::lock_guard lock(mutex_);
       for (const SendRange& range : ranges) {
         QUIRE_ASSIGN_OR_RETURN(Peer * peer, Find(range.peer));
-        const ReceivePart part{.first_row = range.first_row,
-                               .count = range.count,
-                               .first_head = range.remote_head,
-                               .head_count = range.head_count};
-        peer->given.reserve(peer->given.size() + 1);
-        QUIRE_ASSIGN_OR_RETURN(const ReceiveView view,
-                               peer->receiver->View(range.epoch, layer, part));
-        QUIRE_DCHECK(view.rows.k.dim(0) == range.count) << "the view is of other rows";
-        CopyHeads(range.local, range.local_head, view.rows, range.remote_head, range.head_count);
-        peer->given.push_back(
-            {.epoch = range.epoch,
-             .layer = layer,
-             .part = part,
-             .digest = DigestOfHeads(range.local, range.local_head, range.head_count)});
+        // As many rows at a time as the receiver has room for.
+        const int64_t row_bytes = std::max<int64_t>(1, RowBytes(range.local, range.head_count));
+        const int64_t rows_max = std::max<int64_t>(1, peer->receiver->staging().limit / row_bytes);
+        for (int64_t first = 0; first < range.count; first += rows_max)
+          QUIRE_RETURN_IF_ERROR(
+              Give(*peer, layer, range, first, std::min(rows_max, range.count - first)));
       }
       return Status();
     });
@@ -73,7 +66,7 @@ class LocalChannelImpl final : public LocalChannel {
         Status status;
         for (const Given& given : peer->given) {
           if (!IsOf(given, record) || !status.ok()) continue;
-          status = peer->receiver->Complete(given.epoch, given.layer, given.part, given.digest);
+          status = peer->receiver->Complete(given.epoch, given.layer, given.part);
         }
         Forget(*peer, record);
         QUIRE_RETURN_IF_ERROR(status);
@@ -108,18 +101,34 @@ class LocalChannelImpl final : public LocalChannel {
   }
 
  private:
-  // A part that is written and not completed yet.
+  // A part that is stored and not completed yet.
   struct Given {
     uint64_t epoch;
     int64_t layer;
     ReceivePart part;
-    uint32_t digest;
   };
   struct Peer {
     KVTransfer* receiver;
     std::vector<Given> given;
   };
 
+  // Rows [first, first + count) of the range.
+  static Status Give(Peer& peer, int64_t layer, const SendRange& range, int64_t first,
+                     int64_t count) {
+    const ReceivePart part{.first_row = range.first_row + first,
+                           .count = count,
+                           .first_head = range.remote_head,
+                           .head_count = range.head_count};
+    peer.given.reserve(peer.given.size() + 1);
+    QUIRE_ASSIGN_OR_RETURN(const ReceiveView view, peer.receiver->View(range.epoch, layer, part));
+    QUIRE_DCHECK(view.rows.k.dim(0) == count) << "the view is of other rows";
+    const LayerKV local = RowsOf(range.local, first, count);
+    CopyHeads(local, range.local_head, view.rows, 0, range.head_count);
+    const uint32_t digest = DigestOfHeads(local, range.local_head, range.head_count);
+    QUIRE_RETURN_IF_ERROR(peer.receiver->Store(range.epoch, layer, part, view, digest));
+    peer.given.push_back({.epoch = range.epoch, .layer = layer, .part = part});
+    return Status();
+  }
   Result<Peer*> Find(int64_t peer) {
     const auto found = peers_.find(peer);
     if (found != peers_.end()) return &found->second;

@@ -29,24 +29,40 @@ class Recorder final : public KVTransfer {
   struct Completed {
     uint64_t epoch;
     int64_t layer, first_row, count, first_head;
-    bool right;  // the digest is that of what was written
   };
-  Rows staging;
+  Rows pages;
+  std::vector<int64_t> stored_rows;  // of each part
+  bool damages = false;              // what comes next
+  StagingUse use;
   std::vector<Completed> completed;
   std::vector<std::string> failures;
   uint64_t epoch = 7;  // the only one that is known
 
   Result<ReceiveView> View(uint64_t of, int64_t, const ReceivePart& part) override {
     if (of != epoch) return Status(StatusCode::kNotFound, "over");
-    return ReceiveView{.rows = staging.view(part.first_row, part.count), .memory = nullptr};
+    const auto memory = std::make_shared<Rows>();
+    const int64_t shape[] = {part.count, part.head_count, 4};
+    return ReceiveView{.rows = {.k = TensorView(memory->k.data(), DType::kF32, std::span(shape)),
+                                .v = TensorView(memory->v.data(), DType::kF16, std::span(shape))},
+                       .memory = memory};
   }
-  Status Complete(uint64_t of, int64_t layer, const ReceivePart& part, uint32_t digest) override {
+  Status Store(uint64_t of, int64_t, const ReceivePart& part, const ReceiveView& view,
+               uint32_t digest) override {
     if (of != epoch) return Status(StatusCode::kNotFound, "over");
-    const uint32_t found =
-        DigestOfHeads(staging.view(part.first_row, part.count), part.first_head, part.head_count);
-    completed.push_back({of, layer, part.first_row, part.count, part.first_head, found == digest});
-    return found == digest ? Status() : Status(StatusCode::kCorrupt, "damaged");
+    if (damages) view.rows.v.data_as<uint16_t>()[0] ^= 1;
+    if (DigestOfHeads(view.rows, 0, part.head_count) != digest)
+      return Status(StatusCode::kCorrupt, "damaged");
+    CopyHeads(view.rows, 0, pages.view(part.first_row, part.count), part.first_head,
+              part.head_count);
+    stored_rows.push_back(part.count);
+    return Status();
   }
+  Status Complete(uint64_t of, int64_t layer, const ReceivePart& part) override {
+    if (of != epoch) return Status(StatusCode::kNotFound, "over");
+    completed.push_back({of, layer, part.first_row, part.count, part.first_head});
+    return Status();
+  }
+  StagingUse staging() const override { return use; }
   Status FailReceive(uint64_t of, const Status& why) override {
     if (of != epoch) return Status(StatusCode::kNotFound, "over");
     failures.push_back(why.ToString());
@@ -59,6 +75,7 @@ class Recorder final : public KVTransfer {
   Status DisaggCancelRecv(uint64_t) override { return Unasked(); }
   Result<ReceiveProgress> GetReceiveProgress(uint64_t) const override { return Unasked(); }
   Status WaitReceived(uint64_t, int64_t, Clock&, int64_t) const override { return Unasked(); }
+  Status SetStagingLimit(int64_t) override { return Unasked(); }
   Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unasked(); }
   Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t,
                         int64_t) override {
@@ -115,11 +132,10 @@ TEST_F(LocalChannelTest, WritesAtOnceAndCompletesAtTheRecord) {
   ASSERT_TRUE(Give(0, Range(2, 3)).ok());
   ASSERT_TRUE(Give(1, Range(2, 3)).ok());
   ASSERT_TRUE(Give(0, Range(5, 1)).ok());  // of another record, right after
-  EXPECT_EQ(receiver_.staging.k[2 * 8], source_.k[2 * 8]);
+  EXPECT_EQ(receiver_.pages.k[2 * 8], source_.k[2 * 8]);
   EXPECT_TRUE(receiver_.completed.empty());
   ASSERT_TRUE(End(Record(2, 3)).ok());
   ASSERT_EQ(receiver_.completed.size(), 2U);
-  EXPECT_TRUE(receiver_.completed[0].right);
   EXPECT_EQ(receiver_.completed[1].layer, 1);
   ASSERT_TRUE(End(Record(2, 3)).ok());  // nothing is left of it
   EXPECT_EQ(receiver_.completed.size(), 2U);
@@ -134,12 +150,11 @@ TEST_F(LocalChannelTest, MovesHeadsWhereTheyBelong) {
   range.head_count = 1;
   ASSERT_TRUE(Give(0, range).ok());
   for (size_t row = 0; row < 8; ++row) {
-    EXPECT_EQ(receiver_.staging.k[row * 8], source_.k[row * 8 + 4]);
-    EXPECT_EQ(receiver_.staging.v[row * 8 + 3], source_.v[row * 8 + 7]);
-    EXPECT_EQ(receiver_.staging.k[row * 8 + 4], 0);  // the other head is another sender's
+    EXPECT_EQ(receiver_.pages.k[row * 8], source_.k[row * 8 + 4]);
+    EXPECT_EQ(receiver_.pages.v[row * 8 + 3], source_.v[row * 8 + 7]);
+    EXPECT_EQ(receiver_.pages.k[row * 8 + 4], 0);  // the other head is another sender's
   }
   ASSERT_TRUE(End(Record(0, 8)).ok());
-  EXPECT_TRUE(receiver_.completed[0].right);
   EXPECT_EQ(receiver_.completed[0].first_head, 0);
 }
 
@@ -151,11 +166,20 @@ TEST_F(LocalChannelTest, AnAbortForgetsAndDamageIsReported) {
   EXPECT_TRUE(receiver_.completed.empty());
   ASSERT_TRUE(Give(0, Range(0, 4)).ok());
   ASSERT_TRUE(Give(1, Range(0, 4)).ok());
-  receiver_.staging.v[5] ^= 1;
-  EXPECT_EQ(End(record).code(), StatusCode::kCorrupt);
-  EXPECT_EQ(receiver_.completed.size(), 1U);  // what follows the damage is not completed
+  receiver_.damages = true;
+  EXPECT_EQ(Give(2, Range(0, 4)).code(), StatusCode::kCorrupt);
   ASSERT_TRUE(End(record).ok());
-  EXPECT_EQ(receiver_.completed.size(), 1U);
+  EXPECT_EQ(receiver_.completed.size(), 2U);
+}
+
+TEST_F(LocalChannelTest, MoreRowsThanTheStagingMemoryHoldsGoInParts) {
+  receiver_.use.limit = 3 * 2 * 4 * (4 + 2) + 5;  // of three rows, and a part of one
+  ASSERT_TRUE(Give(0, Range(0, 8)).ok());
+  EXPECT_EQ(receiver_.stored_rows, (std::vector<int64_t>{3, 3, 2}));
+  EXPECT_EQ(receiver_.pages.k, source_.k);
+  EXPECT_EQ(receiver_.pages.v, source_.v);
+  ASSERT_TRUE(End(Record(0, 8)).ok());
+  EXPECT_EQ(receiver_.completed.size(), 3U);
 }
 
 TEST_F(LocalChannelTest, ErrorsOfAndAboutPeersAreReturned) {
@@ -198,7 +222,6 @@ TEST_F(LocalChannelTest, EachAllocationRefused) {
              [&] { return channel_->OnSendStopped(std::span(&stranger, 1), why); });
   ASSERT_TRUE(End(Record(0, 4)).ok());
   ASSERT_EQ(receiver_.completed.size(), 1U);
-  EXPECT_TRUE(receiver_.completed[0].right);
 }
 
 }  // namespace

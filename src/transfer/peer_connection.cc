@@ -117,6 +117,7 @@ PeerConnection::PeerConnection(std::unique_ptr<ByteChannel> channel, std::string
                                std::function<void()> changed)
     : endpoint_(std::move(endpoint)),
       send_wait_ns_(options.send_wait_ns),
+      own_window_bytes_(options.window_bytes),
       changed_here_(std::move(changed)),
       waker_(std::move(waker)),
       channel_(std::move(channel)),
@@ -222,10 +223,22 @@ Status PeerConnection::SetReceiver(KVTransfer* receiver) {
                     "SetReceiver: a cache receives over this connection already; a connection has "
                     "one receiver");
     }
+    if (receiver != nullptr) QUIRE_RETURN_IF_ERROR(CheckStaging(receiver->staging().limit));
     session_.receives().SetReceiver(receiver);
     waker_.Signal();
     return Status();
   });
+}
+
+// Parts of several rows are as large as the window lets them be, and those must find room.
+Status PeerConnection::CheckStaging(int64_t staging_bytes) const {
+  const int64_t part_bytes = std::min(kPartBytes, own_window_bytes_);
+  if (part_bytes <= staging_bytes) return Status();
+  return Status(StatusCode::kBadArgument,
+                "SetReceiver: parts of up to " + std::to_string(part_bytes) + " bytes come over " +
+                    endpoint_ + ", and the receiver's staging memory has " +
+                    std::to_string(staging_bytes) +
+                    " bytes; raise staging_bytes, or lower the connection's window_bytes");
 }
 
 Status PeerConnection::Request(const TransferJob& job, const ReceiveMap& map) {

@@ -75,6 +75,7 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   void OnSendOver(uint64_t epoch, const Status& why) override;
   void OnPartTaken(const OutgoingPart& part) override;
 
+  Status CheckStaging(int64_t staging_bytes) const;
   Status SendRows(int64_t layer, const SendRange& range);
   // Rows `first`, ... of the range, `count` of them, for which there is room.
   Status SendPart(int64_t layer, const SendRange& range, int64_t first, int64_t count);
@@ -100,6 +101,7 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
 
   const std::string endpoint_;
   const int64_t send_wait_ns_;
+  const int64_t own_window_bytes_;  // of parts to here
   const std::shared_ptr<Clock> clock_ = MachineTime();
   const std::shared_ptr<PartPool> pool_ = std::make_shared<PartPool>();
   const std::function<void()> changed_here_;

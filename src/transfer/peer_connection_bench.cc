@@ -35,7 +35,12 @@ class BenchReceiver final : public KVTransfer {
   Result<ReceiveView> View(uint64_t, int64_t, const ReceivePart& part) override {
     return ReceiveView{.rows = Rows(part.first_row, part.count), .memory = nullptr};
   }
-  Status Complete(uint64_t, int64_t, const ReceivePart& part, uint32_t) override {
+  Status Store(uint64_t, int64_t, const ReceivePart&, const ReceiveView&, uint32_t) override {
+    return Status();
+  }
+  StagingUse staging() const override { return StagingUse(); }
+  Status SetStagingLimit(int64_t) override { return Status(); }
+  Status Complete(uint64_t, int64_t, const ReceivePart& part) override {
     const std::lock_guard lock(mutex_);
     completed_ += part.count;
     changed_.notify_all();

@@ -65,7 +65,8 @@ struct ConnectionPair {
     return map.epoch;
   }
   // A forward's rows of all layers, and its end.
-  Status Send(uint64_t epoch, int64_t first, int64_t count) {
+  Status Send(uint64_t epoch, int64_t first, int64_t count, int64_t first_head = 0,
+              int64_t head_count = kTestHeads) {
     for (int64_t layer = 0; layer < kTestLayers; ++layer) {
       TestRows rows = RowsOfLayer(layer, first + count);
       SendRange range;
@@ -73,7 +74,8 @@ struct ConnectionPair {
       range.first_row = first;
       range.count = count;
       range.local = rows.View(first, count);
-      range.head_count = kTestHeads;
+      range.local_head = range.remote_head = first_head;
+      range.head_count = head_count;
       QUIRE_RETURN_IF_ERROR(from->OnLayerAppended(layer, std::span(&range, 1)));
     }
     const SendRecord record{.epoch = epoch, .first_row = first, .count = count};
@@ -99,6 +101,46 @@ TEST(PeerConnection, RowsArriveOverEveryChannel) {
     pair.receiver.CheckPages();
     EXPECT_EQ(pair.to->stats().bytes_received, kTestLayers * 20'000 * kTestRowBytes);
     EXPECT_EQ(pair.from->stats().parts_sent_again, 0);
+  }
+}
+
+// A state has one staging memory for all of its connections: here room for one part alone, for two
+// senders with one head each, and four hundred times as much comes.
+TEST(PeerConnection, TwoSendersShareTheStagingMemoryOfAReceiver) {
+  constexpr int64_t kRows = 400;
+  constexpr int64_t kRowsOfPart = 4;
+  constexpr int64_t kStaging = kRowsOfPart * kTestRowBytes / kTestHeads;
+  for (const bool is_shared : {false, true}) {
+    SCOPED_TRACE(is_shared);
+    ConnectionPair first(MakeChannels(is_shared), kStaging),
+        second(MakeChannels(is_shared), 1 << 20);
+    TestReceiver& receiver = first.receiver;
+    ASSERT_TRUE(second.to->SetReceiver(nullptr).ok());
+    ASSERT_TRUE(receiver.SetStagingLimit(kStaging).ok());
+    const Status refused = second.to->SetReceiver(&receiver);
+    EXPECT_EQ(refused.code(), StatusCode::kBadArgument);
+    EXPECT_NE(refused.message().find("staging_bytes"), std::string::npos) << refused.ToString();
+    ConnectionPair third(MakeChannels(is_shared), kStaging);
+    ASSERT_TRUE(third.to->SetReceiver(nullptr).ok());
+    ASSERT_TRUE(third.to->SetReceiver(&receiver).ok());
+    const ReceiveMap map = receiver.Reserve(kRows);
+    const auto send = [&](ConnectionPair& pair, int64_t head) -> Status {
+      QUIRE_RETURN_IF_ERROR(pair.to->WaitOpen(pair.Soon()));
+      QUIRE_RETURN_IF_ERROR(pair.to->Request({}, map));
+      QUIRE_RETURN_IF_ERROR(pair.from->NextRequest(*pair.clock, pair.Soon()).status());
+      for (int64_t row = 0; row < kRows; row += 100)
+        QUIRE_RETURN_IF_ERROR(pair.Send(map.epoch, row, 100, head, 1));
+      return Status();
+    };
+    Status statuses[2];
+    std::thread other([&] { statuses[1] = send(third, 1); });
+    statuses[0] = send(first, 0);
+    other.join();
+    for (const Status& status : statuses) EXPECT_EQ(status.ToString(), "Ok");
+    EXPECT_TRUE(receiver.WaitReceived(map.epoch, kRows, *first.clock, first.Soon()).ok());
+    receiver.CheckPages();
+    EXPECT_EQ(receiver.staging().largest, kStaging);
+    ASSERT_TRUE(third.to->SetReceiver(nullptr).ok());
   }
 }
 

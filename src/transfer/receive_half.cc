@@ -18,6 +18,9 @@ using wire::TransferOpcode;
 constexpr size_t kOpenPartsMax = size_t{1} << 16;
 constexpr int kDamagedMax = 3;
 constexpr size_t kNowhereBytes = size_t{1} << 16;
+// How often a part that found no room asks again. The room is another connection's, and comes back
+// with the part that arrives there.
+constexpr int64_t kRoomEveryNs = kNsPerMs;
 // A renewal may be lost in a pause of this process without the lease being over.
 constexpr int64_t kRenewalsPerLease = 3;
 
@@ -96,6 +99,7 @@ void ReceiveHalf::EndAll(const Status& why) {
   transfers_.clear();
   parts_.clear();
   current_ = 0;
+  room_at_ns_ = kNever;
 }
 
 // ------------------------------------------------------------------------------------------ parts
@@ -113,7 +117,7 @@ Status ReceiveHalf::CheckPart(const wire::TransferPart& part) const {
   const auto known = parts_.find(part.number);
   if (known != parts_.end()) {
     const Incoming& incoming = known->second;
-    const bool is_again = incoming.damaged > 0 && !incoming.is_verified;
+    const bool is_again = incoming.damaged > 0 && !incoming.is_stored;
     const bool is_same = incoming.head.epoch == part.epoch && incoming.head.layer == part.layer &&
                          incoming.head.bytes == part.bytes &&
                          incoming.head.part.first_row == part.part.first_row &&
@@ -134,13 +138,14 @@ Status ReceiveHalf::CheckPart(const wire::TransferPart& part) const {
   return Status();
 }
 
-Status ReceiveHalf::OnPart(const wire::TransferPart& part) {
+Status ReceiveHalf::OnPart(const wire::TransferPart& part, int64_t now_ns) {
   QUIRE_DCHECK(part.number > 0 && part.bytes > 0) << "its decoder takes no such part";
   QUIRE_RETURN_IF_ERROR(CheckPart(part));
   const auto [place, is_unknown] = parts_.try_emplace(part.number);
-  const bool is_new = part.number > last_number_;
+  // What is known was asked for again.
+  const bool is_wanted = !is_unknown || part.number > last_number_;
   Incoming& incoming = place->second;
-  QUIRE_DCHECK(is_unknown || !incoming.runs.empty()) << "what is asked for again has its places";
+  QUIRE_DCHECK(incoming.runs.empty()) << "what is damaged holds no memory";
   incoming.head = part;
   incoming.run = incoming.run_at = 0;
   incoming.received = 0;
@@ -148,16 +153,21 @@ Status ReceiveHalf::OnPart(const wire::TransferPart& part) {
   if (is_unknown) waiting_bytes_ += part.bytes;
   last_number_ = std::max(last_number_, part.number);
   current_ = part.number;
-  if (is_new && transfers_.count(part.epoch) > 0) StartPart(&incoming);
+  if (is_wanted && transfers_.count(part.epoch) > 0) StartPart(now_ns);
   return Status();
 }
 
-// Without a view its bytes go nowhere: the transfer was cancelled, or ends here.
-void ReceiveHalf::StartPart(Incoming* incoming) {
+// Without a view its bytes go nowhere: the transfer was cancelled, or ends here. Without room they
+// are not read before there is some.
+void ReceiveHalf::StartPart(int64_t now_ns) {
   QUIRE_CHECK(receiver_ != nullptr) << "a transfer is open without a receiver";
+  Incoming* const incoming = &Current()->second;
   QUIRE_DCHECK(incoming->runs.empty());
   const wire::TransferPart& head = incoming->head;
   Result<ReceiveView> view = receiver_->View(head.epoch, head.layer, head.part);
+  const bool is_full = view.status().code() == StatusCode::kFull;
+  room_at_ns_ = is_full ? Later(now_ns, kRoomEveryNs) : kNever;
+  if (is_full) return;
   if (!view.ok()) return Fail(head.epoch, view.status());
   const int64_t due = head.part.count * RowBytes(view->rows, head.part.head_count);
   if (due != head.bytes) {
@@ -168,7 +178,7 @@ void ReceiveHalf::StartPart(Incoming* incoming) {
   }
   const ReceivePart whole{.first_row = 0,
                           .count = head.part.count,
-                          .first_head = head.part.first_head,
+                          .first_head = 0,
                           .head_count = head.part.head_count};
   incoming->runs = PartRuns(view->rows, whole);
   incoming->view = *std::move(view);
@@ -176,6 +186,7 @@ void ReceiveHalf::StartPart(Incoming* incoming) {
 
 Status ReceiveHalf::OnDataFrame(const wire::TransferData& data, size_t bytes) {
   if (current_ == 0 || data.part != current_) return Breach("sends data of no part that began");
+  QUIRE_CHECK(!waits_for_room()) << "bytes are read that have no room";
   const Incoming& incoming = Current()->second;
   if (data.offset != incoming.received ||
       static_cast<int64_t>(bytes) > incoming.head.bytes - incoming.received) {
@@ -224,7 +235,7 @@ Status ReceiveHalf::OnData(size_t count) {
 void ReceiveHalf::FinishPart(Parts::iterator place) {
   Incoming& incoming = place->second;
   QUIRE_DCHECK(current_ == place->first);
-  QUIRE_DCHECK(!incoming.is_verified) << "it came again without being asked for";
+  QUIRE_DCHECK(!incoming.is_stored) << "it came again without being asked for";
   current_ = 0;
   if (incoming.runs.empty()) {
     Credit(place->first, false);
@@ -232,7 +243,11 @@ void ReceiveHalf::FinishPart(Parts::iterator place) {
     return;
   }
   QUIRE_DCHECK(incoming.run == incoming.runs.size()) << "places were left out";
+  // Its memory is for the next part, whatever becomes of this one.
+  ReceiveView view = std::exchange(incoming.view, {});
+  incoming.runs.clear();
   if (incoming.crc != incoming.head.digest) {
+    view = {};
     if (++incoming.damaged < kDamagedMax) return Credit(place->first, true);
     const std::string times = std::to_string(incoming.damaged);
     return Fail(
@@ -241,7 +256,11 @@ void ReceiveHalf::FinishPart(Parts::iterator place) {
                                          std::to_string(incoming.head.layer) + " arrived damaged " +
                                          times + " times; cancel and compute the tokens here"));
   }
-  incoming.is_verified = true;
+  const wire::TransferPart head = incoming.head;
+  const Status stored = receiver_->Store(head.epoch, head.layer, head.part, view, head.digest);
+  view = {};
+  if (!stored.ok()) return Fail(head.epoch, stored);
+  incoming.is_stored = true;
   ++parts_received;
   bytes_received += incoming.head.bytes;
   Credit(place->first, false);
@@ -249,10 +268,10 @@ void ReceiveHalf::FinishPart(Parts::iterator place) {
 }
 
 void ReceiveHalf::CompletePart(Parts::iterator place) {
-  QUIRE_CHECK(place->second.is_verified) << "rows would count that are not those that were sent";
+  QUIRE_CHECK(place->second.is_stored) << "rows would count that are not those that were sent";
   const wire::TransferPart head = place->second.head;
   parts_.erase(place);
-  const Status status = receiver_->Complete(head.epoch, head.layer, head.part, head.digest);
+  const Status status = receiver_->Complete(head.epoch, head.layer, head.part);
   if (!status.ok()) Fail(head.epoch, status);
 }
 
@@ -275,9 +294,9 @@ Status ReceiveHalf::OnRecord(const wire::TransferRecord& record) {
                           head.part.first_row - record.first_row < record.count;
     if (!is_meant) continue;
     if (record.is_aborted) {
-      if (!here->second.is_verified) Credit(here->first, false);
+      if (!here->second.is_stored) Credit(here->first, false);
       parts_.erase(here);
-    } else if (here->second.is_verified) {
+    } else if (here->second.is_stored) {
       CompletePart(here);
       // A failure ends the transfer, and with it all of its parts.
       if (transfers_.count(record.epoch) == 0) return Status();
@@ -304,9 +323,10 @@ void ReceiveHalf::DropParts(uint64_t epoch) {
     if (here->first == current_) {
       here->second.runs.clear();
       here->second.view = {};
+      room_at_ns_ = kNever;
       continue;
     }
-    if (!here->second.is_verified) Credit(here->first, false);
+    if (!here->second.is_stored) Credit(here->first, false);
     parts_.erase(here);
   }
 }
@@ -337,6 +357,7 @@ void ReceiveHalf::Tick(int64_t now_ns) {
     }
   }
   if (now_ns >= next_poll_ns_) PollReservations(now_ns);
+  if (waits_for_room() && now_ns >= room_at_ns_) StartPart(now_ns);
 }
 
 // A reservation that was committed or cancelled wants nothing more.
@@ -353,7 +374,7 @@ void ReceiveHalf::PollReservations(int64_t now_ns) {
 
 int64_t ReceiveHalf::next_deadline() const {
   if (transfers_.empty()) return kNever;
-  int64_t next = next_poll_ns_;
+  int64_t next = std::min(next_poll_ns_, room_at_ns_);
   for (const auto& [epoch, transfer] : transfers_) {
     next = std::min(
         {next, transfer.deadline_ns, Later(transfer.renewed_ns, lease_ns_ / kRenewalsPerLease)});

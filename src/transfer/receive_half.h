@@ -3,8 +3,10 @@
 //
 // A transfer begins with Open and has one end: the reservation is over, Cancel, its deadline, the
 // sender's stop, damage that stays, or the end of the connection. A part is written to the cache's
-// staging memory, hashed there, and completed when the sender's record of the forward has come. So
-// a peer that still writes, dies or lies changes nothing that counts.
+// staging memory, hashed there, stored in its pages and confirmed; it is completed when the
+// sender's record of the forward has come. So a peer that still writes, dies or lies changes
+// nothing that counts, and one part holds memory at a time. Where other connections' parts hold all
+// of it, a part waits, and with it all that the peer sends.
 #ifndef QUIRE_TRANSFER_RECEIVE_HALF_H_
 #define QUIRE_TRANSFER_RECEIVE_HALF_H_
 
@@ -16,6 +18,7 @@
 #include <span>
 #include <vector>
 
+#include "base/clock.h"
 #include "quire/kv_transfer.h"
 #include "quire/status.h"
 #include "quire/transfer_peer.h"
@@ -29,7 +32,8 @@ namespace quire {
 //
 // Invariants:
 // - While a transfer is open, there is a receiver.
-// - waiting_bytes_ are those of the parts that are not verified.
+// - waiting_bytes_ are those of the parts that are not stored.
+// - The current part alone has a view, or waits for one.
 class ReceiveHalf {
  public:
   struct Options {
@@ -55,7 +59,9 @@ class ReceiveHalf {
   void Tick(int64_t now_ns);
   int64_t next_deadline() const;
 
-  Status OnPart(const wire::TransferPart& part);
+  Status OnPart(const wire::TransferPart& part, int64_t now_ns);
+  // No data are to be read: Tick looks for room again.
+  bool waits_for_room() const { return room_at_ns_ != kNever; }
   Status OnDataFrame(const wire::TransferData& data, size_t bytes);
   void DataPlaces(size_t count, std::vector<std::span<std::byte>>* places);
   Status OnData(size_t count);
@@ -80,15 +86,16 @@ class ReceiveHalf {
     int64_t received = 0;
     uint32_t crc = 0;
     int damaged = 0;           // times that it was
-    bool is_verified = false;  // all there, and right
-    bool is_recorded = false;  // counts as soon as it is verified
+    bool is_stored = false;    // all there, right, and in its pages
+    bool is_recorded = false;  // counts as soon as it is stored
   };
   using Parts = std::map<uint64_t, Incoming>;
 
   // REQUIRES: a part has begun, and not all of its data have come.
   Parts::iterator Current();
   Status CheckPart(const wire::TransferPart& part) const;
-  void StartPart(Incoming* incoming);
+  // The current part.
+  void StartPart(int64_t now_ns);
   void FinishPart(Parts::iterator place);
   void CompletePart(Parts::iterator place);
   void Credit(uint64_t number, bool wants_again);
@@ -109,6 +116,7 @@ class ReceiveHalf {
   uint64_t last_number_ = 0;                // of the parts that came
   int64_t waiting_bytes_ = 0;               // of parts that are announced and not credited
   int64_t next_poll_ns_ = 0;
+  int64_t room_at_ns_ = kNever;  // when the current part, which found no room, looks again
   std::vector<std::byte> nowhere_;
 };
 

@@ -86,7 +86,7 @@ void TransferSession::Receive(std::span<const std::byte> bytes, int64_t now_ns) 
 
 bool TransferSession::accepts_input() const {
   return state_ != State::kEnding && state_ != State::kOver &&
-         writer_.urgent_count() < kAnswersWaitingMax;
+         writer_.urgent_count() < kAnswersWaitingMax && !receives_.waits_for_room();
 }
 
 void TransferSession::Sent(size_t bytes, int64_t now_ns) {
@@ -117,7 +117,10 @@ void TransferSession::Tick(int64_t now_ns) {
   if (has_output() && now_ns >= Moment(sent_ns_, options_.lease_ns)) {
     return Lose(Status(StatusCode::kUnavailable, "transfer: the peer takes no bytes"));
   }
+  const bool was_waiting = receives_.waits_for_room();
   receives_.Tick(now_ns);
+  // What the peer has said meanwhile is read from now on.
+  if (was_waiting && !receives_.waits_for_room()) heard_ns_ = now_ns;
   sends_.Tick(now_ns);
   if (load_ != told_load_ && now_ns >= Moment(told_ns_, kLoadEveryNs)) {
     writer_.QueueUrgent(TransferOpcode::kLoad, wire::Encode(load_));
@@ -270,7 +273,7 @@ Status TransferSession::OnMessage(const wire::TransferHeader& header,
                   [&](const wire::TransferCredit& credit) { return sends_.OnCredit(credit); });
     case TransferOpcode::kPart:
       return With(wire::DecodeTransferPart(head),
-                  [&](const wire::TransferPart& part) { return receives_.OnPart(part); });
+                  [&](const wire::TransferPart& part) { return receives_.OnPart(part, now_ns_); });
     case TransferOpcode::kData:
       return With(wire::DecodeTransferData(head), [&](const wire::TransferData& data) {
         return receives_.OnDataFrame(data, header.data_bytes);

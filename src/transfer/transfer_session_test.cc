@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "base/checksum.h"
@@ -215,6 +216,113 @@ TEST(TransferSession, DamagedRowsAreSentAgain) {
   EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 1), 4);
   pair.receiver.receiver.CheckPages();
   EXPECT_EQ(pair.sender.window_left, pair.sender.window_bytes);
+}
+
+// Where other parts hold all of the staging memory, nothing is read until there is room.
+TEST(TransferSession, APartWithoutRoomWaitsAndTheConnectionWithIt) {
+  constexpr int64_t kPartBytes = 4 * kTestRowBytes;
+  SessionPair pair;
+  pair.Exchange();
+  TestReceiver& receiver = pair.receiver.receiver;
+  TransferSession& session = pair.receiver.session;
+  ASSERT_TRUE(receiver.SetStagingLimit(kPartBytes).ok());
+  const ReceiveMap map = pair.Ask(4);
+  const ReceiveMap other = receiver.Reserve(4);
+  const ReceivePart one{.first_row = 0, .count = 1, .first_head = 0, .head_count = kTestHeads};
+  std::optional<ReceiveView> held = receiver.View(other.epoch, 0, one).value();
+  pair.SendAll(map.epoch, 0, 4);
+  pair.sender.SendRecord(map.epoch, 0, 4);
+  const auto carry = [&] {
+    while (pair.sender.session.has_output() && session.accepts_input()) {
+      // A frame at a time, as a connection reads.
+      const size_t wanted = session.Places().front().size();
+      session.Receive(TakeOutput(&pair.sender.session, wanted, pair.now), pair.now);
+    }
+  };
+  carry();
+  EXPECT_TRUE(session.receives().waits_for_room());
+  EXPECT_LT(pair.sender.window_left, pair.sender.window_bytes);
+  // A wait is no silence of the peer, and ends when there is room.
+  for (int i = 0; i < 40; ++i) {
+    pair.now += kTestSecondNs / 8;
+    session.Tick(pair.now);
+    EXPECT_LE(session.next_deadline(), pair.now + 1'000'000);
+  }
+  EXPECT_TRUE(session.receives().waits_for_room() && session.is_open());
+  held.reset();
+  pair.now += 1'000'000;
+  session.Tick(pair.now);
+  EXPECT_FALSE(session.receives().waits_for_room());
+  session.Tick(pair.now);
+  EXPECT_TRUE(session.is_open());
+  carry();
+  EXPECT_EQ(receiver.CompleteRows(map.epoch, 1), 4);
+  receiver.CheckPages();
+  EXPECT_EQ(receiver.staging().held, 0);
+  EXPECT_EQ(receiver.staging().largest, kPartBytes);
+}
+
+TEST(TransferSession, ATransferThatEndsWhileItWaitsForRoomLetsTheOthersGoOn) {
+  for (const bool by_deadline : {false, true}) {
+    SessionPair pair;
+    pair.Exchange();
+    TestReceiver& receiver = pair.receiver.receiver;
+    TransferSession& session = pair.receiver.session;
+    ASSERT_TRUE(receiver.SetStagingLimit(kTestRowBytes).ok());
+    const ReceiveMap map = pair.Ask(1, by_deadline ? kTestSecondNs : TransferJob::kNoDeadline);
+    const ReceivePart one{.first_row = 0, .count = 1, .first_head = 0, .head_count = kTestHeads};
+    const ReceiveMap other = receiver.Reserve(1);
+    const ReceiveView held = receiver.View(other.epoch, 0, one).value();
+    ASSERT_TRUE(pair.sender.SendRows(map.epoch, 0, one));
+    while (pair.sender.session.has_output() && session.accepts_input()) {
+      const size_t wanted = session.Places().front().size();
+      session.Receive(TakeOutput(&pair.sender.session, wanted, pair.now), pair.now);
+    }
+    ASSERT_TRUE(session.receives().waits_for_room());
+    pair.now += by_deadline ? kTestSecondNs : 0;
+    if (by_deadline) {
+      session.Tick(pair.now);
+    } else {
+      EXPECT_TRUE(session.receives().Cancel(map.epoch).ok());
+    }
+    EXPECT_FALSE(session.receives().waits_for_room());
+    pair.Exchange();
+    pair.ExpectQuiet();
+    EXPECT_TRUE(session.is_open());
+  }
+}
+
+// Many parts are damaged at a time, and wait to come again: none of them holds memory meanwhile.
+TEST(TransferSession, DamagedPartsHoldNoMemory) {
+  SessionPair pair;
+  pair.Exchange();
+  ASSERT_TRUE(pair.receiver.receiver.SetStagingLimit(kTestRowBytes).ok());
+  const ReceiveMap map = pair.Ask(6);
+  for (int64_t row = 0; row < 6; ++row) pair.SendAll(map.epoch, row, 1);
+  pair.sender.SendRecord(map.epoch, 0, 6);
+  int damaged = 0;
+  pair.Exchange(1 << 20, [&](std::vector<std::byte>& frame) {
+    const bool is_data = frame[6] == static_cast<std::byte>(TransferOpcode::kData);
+    if (is_data && damaged++ < 6) frame.back() ^= std::byte{4};
+  });
+  EXPECT_EQ(pair.sender.session.sends().parts_sent_again, 6);
+  EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 1), 6);
+  pair.receiver.receiver.CheckPages();
+}
+
+TEST(TransferSession, APartLargerThanTheStagingMemoryEndsItsTransferByName) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  ASSERT_TRUE(pair.receiver.receiver.SetStagingLimit(3 * kTestRowBytes).ok());
+  pair.SendAll(map.epoch, 0, 4);
+  pair.Exchange();
+  const Status failure = pair.receiver.receiver.open.at(map.epoch).failure;
+  EXPECT_EQ(failure.code(), StatusCode::kTooLarge);
+  EXPECT_NE(failure.message().find("staging_bytes"), std::string::npos);
+  EXPECT_EQ(pair.sender.over.at(map.epoch).code(), StatusCode::kTooLarge);
+  pair.ExpectQuiet();
+  EXPECT_TRUE(pair.receiver.session.is_open());
 }
 
 TEST(TransferSession, DamageThatStaysEndsTheTransferAndNothingElse) {

@@ -154,6 +154,26 @@ def test_a_dry_run_prints_the_plan(capsys: pytest.CaptureFixture[str], tiny: Tin
     assert code == 0 and f"{plan.kv_bytes:,} bytes" in text
 
 
+def test_a_dry_run_counts_the_staging_memory(
+    capsys: pytest.CaptureFixture[str], tiny: TinyModel
+) -> None:
+    plain = quire.Engine.plan_memory(tiny.directory)
+    assert plain.staging_bytes == 0
+    peers = ["--prefill-from", "127.0.0.1:1"]
+    for more, bytes_ in ([], 64 << 20), (["--staging-bytes", "1M"], 1 << 20):
+        arguments = ["generate", str(tiny.directory), "--dry-run", *peers, *more]
+        code, out, _ = run(capsys, *arguments, "--json")
+        found = json.loads(out)
+        assert code == 0 and found["staging_bytes"] == bytes_
+        assert found["total_bytes"] == plain.total_bytes + bytes_
+        code, text, _ = run(capsys, *arguments)
+        assert code == 0 and f"staging          {bytes_:,} bytes" in text
+    code, text, _ = run(capsys, "generate", str(tiny.directory), "--dry-run")
+    assert code == 0 and "staging" not in text
+    code, _, err = run(capsys, "generate", str(tiny.directory), "--staging-bytes", "1M", "Hi")
+    assert code == 2 and "--staging-bytes has no effect without --prefill-from" in err
+
+
 def test_a_dry_run_says_what_does_not_fit(
     capsys: pytest.CaptureFixture[str], tiny: TinyModel
 ) -> None:

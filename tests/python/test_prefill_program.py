@@ -246,7 +246,7 @@ def test_a_server_answers_with_the_prompts_of_another_process(
     tokens = f'quire:prefill_peer_tokens_total{{peer="{prefill.address}"}}'
     assert metrics[tokens] == details["remote_tokens"]
     assert metrics[tokens.replace("tokens", "bytes")] > 0
-    assert metrics["quire:num_requests_remote"] == 0
+    assert metrics["quire:num_requests_remote"] == metrics["quire:prefill_staging_bytes"] == 0
 
 
 # ---- Engines, with a process of `quire prefill`
@@ -258,10 +258,12 @@ def test_several_requests_at_once_and_samples_of_one(start: Start, roomy: TinyMo
     with quire.Engine(roomy.directory, threads=1) as engine:
         alone = engine.generate(prompts, **options)
     prefill = start(roomy.directory)
-    with engine_from(roomy, prefill.address) as engine:
+    with engine_from(roomy, prefill.address, staging_bytes=10_000) as engine:
         found = engine.generate(prompts, **options)
         assert all(map(same_answers, found, alone))
         stats = engine.stats()
+        assert stats["staging_bytes"] == 0
+        assert 0 < stats["staging_bytes_largest"] <= 10_000 < stats["remote_bytes"]
         assert stats["remote_tokens"] == sum(result.usage.remote_tokens for result in found) > 0
         (peer,) = engine.prefill_peers()
         assert peer.connected and peer.error == "" and peer.losses == 0
@@ -465,6 +467,7 @@ def test_options_of_engines_are_checked(roomy: TinyModel, tmp_path: Path) -> Non
         ({"prefill_from": ["127.0.0.1:1"], "prefill_remote": "sometimes"}, "sometimes"),
         ({"prefill_from": ["127.0.0.1:1"], "on_peer_loss": "ignore"}, "ignore"),
         ({"prefill_from": ["192.0.2.1:7000"]}, "secret"),
+        ({"prefill_from": ["127.0.0.1:1"], "staging_bytes": 3}, "staging_bytes is 3"),
         ({"peer_secret_file": short}, "at least 16"),
         ({"peer_dead_after": 0.1}, "peer_dead_after"),
     ):

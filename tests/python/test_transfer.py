@@ -72,6 +72,24 @@ def test_a_prefill_goes_on_in_another_cache_bit_for_bit() -> None:
         receiver.check_invariants()
 
 
+def test_what_arrives_holds_no_more_than_the_staging_limit() -> None:
+    sender, receiver, _ = pair()
+    assert receiver.staging() == {"limit": 64 << 20, "held": 0, "largest": 0}
+    with pytest.raises(quire.BadArgumentError, match="staging_bytes is 5"):
+        receiver.set_staging_limit(5)
+    receiver.set_staging_limit(600)  # two rows of the float32 layer
+    receive = receiver.disagg_prepare_recv(0, 40)
+    sender.disagg_mark_send(0, 0, receive, peer=2)
+    extend(sender, 0, 40)
+    receiver.disagg_commit_recv(receive.epoch, 40)
+    staging = receiver.staging()
+    assert staging["held"] == 0 and 0 < staging["largest"] <= 600
+    alone = make_cache(16)
+    extend(alone, 0, 40)
+    for a, b in zip(extend(receiver, 40, 3), extend(alone, 40, 3)):
+        assert np.array_equal(a, b)
+
+
 def test_the_map_is_in_the_encoding_of_tvm() -> None:
     cache = make_cache(4, [LayerSpec(2, 2, 8)])
     receive = cache.disagg_prepare_recv(0, 6)

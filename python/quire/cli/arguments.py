@@ -90,7 +90,11 @@ def check_effect(options: argparse.Namespace) -> None:
             raise UsageError("--kv-read-only has no effect without --kv-dir or --kv-redis")
     if hasattr(options, "prefill_from"):
         peers = has("prefill_from")
-        needs(("prefill_remote", "on_peer_loss", "prefill_timeout"), peers, "--prefill-from")
+        needs(
+            ("prefill_remote", "on_peer_loss", "prefill_timeout", "staging_bytes"),
+            peers,
+            "--prefill-from",
+        )
         listens = hasattr(options, "prefill_listen")
         either = "--prefill-from or --prefill-listen" if listens else "--prefill-from"
         connects = peers or has("prefill_listen")

@@ -18,7 +18,7 @@ def plan_memory(model: str | None, arguments: dict[str, Any]) -> MemoryPlan:
 
 
 def memory_lines(plan: MemoryPlan) -> dict[str, str]:
-    """The plan in words, by name; states only where there are recurrent layers."""
+    """The plan in words, by name, without what there is none of."""
     return {
         "weights": bytes_text(plan.weight_bytes),
         "KV per token": bytes_text(plan.kv_bytes_per_token),
@@ -28,6 +28,7 @@ def memory_lines(plan: MemoryPlan) -> dict[str, str]:
         **({"states": bytes_text(plan.state_bytes)} if plan.state_bytes else {}),
         "scratch": bytes_text(plan.scratch_bytes),
         **({"draft model": bytes_text(plan.draft_bytes)} if plan.draft_bytes else {}),
+        **({"staging": bytes_text(plan.staging_bytes)} if plan.staging_bytes else {}),
         "total": bytes_text(plan.total_bytes),
         "machine": bytes_text(plan.machine_bytes),
         "free": f"{bytes_text(plan.available_bytes)}: "

@@ -32,6 +32,10 @@ _GAUGES = {
         "num_requests_remote",
         "Requests whose prompts another process computes.",
     ),
+    "staging_bytes": (
+        "prefill_staging_bytes",
+        "Memory of what arrives from other processes and is not in its pages yet.",
+    ),
     "served_peers": ("prefill_served_peers", "Processes that have their prompts computed here."),
     "served_waiting": (
         "prefill_served_waiting",

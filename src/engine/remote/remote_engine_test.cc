@@ -194,7 +194,9 @@ class RemoteEngine : public testing::TestWithParam<Variant> {
 
 TEST_P(RemoteEngine, APromptOfAnyLengthIsComputedThereAndAnsweredHere) {
   Peers peers = Serve(Options(16));
-  const std::unique_ptr<Engine> engine = Attached(Options(64), peers.address);
+  EngineOptions little = Options(64);
+  little.staging_bytes = 16 << 10;  // the longest prompt has many times as much, or states
+  const std::unique_ptr<Engine> engine = Attached(little, peers.address);
   int64_t remote = 0;
   for (const int64_t length : {1, 2, 15, 16, 17, 31, 33, 64, 65, 130, 300}) {
     SCOPED_TRACE(length);
@@ -208,11 +210,23 @@ TEST_P(RemoteEngine, APromptOfAnyLengthIsComputedThereAndAnsweredHere) {
   }
   EXPECT_EQ(engine->Stats().remote_tokens, remote);
   EXPECT_EQ(engine->Stats().remote_losses, 0);
+  EXPECT_EQ(engine->Stats().staging_bytes, 0);
+  EXPECT_GT(engine->Stats().staging_bytes_largest, 0);
+  EXPECT_LE(engine->Stats().staging_bytes_largest, little.staging_bytes);
   EXPECT_EQ(peers.sink->outputs(), 0) << "prompts of others have no outputs";
   const std::vector<PrefillPeerInfo> infos = engine->PrefillPeers();
   ASSERT_EQ(infos.size(), 1U);
   EXPECT_EQ(infos[0].tokens, remote);
   EXPECT_TRUE(infos[0].connected);
+}
+
+TEST_P(RemoteEngine, StagingMemoryThatTakesNoRowIsRefusedByName) {
+  EngineOptions options = Options();
+  options.staging_bytes = 1;
+  const std::unique_ptr<Engine> engine = Create(options);
+  const Status refused = engine->AttachPrefillPeers(Identity(), {.addresses = {"127.0.0.1:1"}});
+  EXPECT_EQ(refused.code(), StatusCode::kBadArgument);
+  EXPECT_NE(refused.message().find("staging_bytes is 1"), std::string::npos) << refused.ToString();
 }
 
 TEST_P(RemoteEngine, SamplesAndRequestsBesideEachOther) {

@@ -27,6 +27,7 @@ struct KVTraffic {
     SequenceHolders* holders;
     Clock* clock;
     int64_t bytes_per_token;
+    int64_t staging_bytes;  // EngineOptions::staging_bytes
     int64_t prefill_chunk;
   };
   explicit KVTraffic(const Parts& parts);

@@ -37,7 +37,8 @@ RemoteTraffic::RemoteTraffic(const Parts& parts)
       requests_(*parts.requests),
       finder_(*parts.finder),
       clock_(*parts.clock),
-      bytes_per_token_(parts.bytes_per_token) {}
+      bytes_per_token_(parts.bytes_per_token),
+      staging_bytes_(parts.staging_bytes > 0 ? parts.staging_bytes : StagingUse::kLimitDefault) {}
 
 Status RemoteTraffic::Attach(const SequenceStates& states, const Passport& identity,
                              const PrefillPeerOptions& options,
@@ -48,8 +49,11 @@ Status RemoteTraffic::Attach(const SequenceStates& states, const Passport& ident
         "Engine::AttachPrefillPeers: peers are attached; an engine has them for its life");
   }
   QUIRE_ASSIGN_OR_RETURN(const Passport passport, CachePassport(states, identity, false));
+  QUIRE_RETURN_IF_ERROR(state_.transfer()->SetStagingLimit(staging_bytes_));
+  PrefillPeerOptions fitting = options;  // parts are as large as the window lets them be
+  fitting.peer.window_bytes = std::min(options.peer.window_bytes, staging_bytes_);
   QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<RemotePeers> peers,
-                         RemotePeers::Create(options, passport, state_.transfer(), clock));
+                         RemotePeers::Create(fitting, passport, state_.transfer(), clock));
   const std::lock_guard<std::mutex> lock(attach_mutex_);
   options_ = options;
   peers_ = std::move(peers);
@@ -307,6 +311,10 @@ void RemoteTraffic::Publish(EngineStats* stats) const noexcept {
   stats->remote_waiting = receiving();
   stats->remote_losses = losses_;
   stats->remote_overlap_seconds = overlap_seconds_;
+  if (peers_ == nullptr) return;
+  const StagingUse staging = state_.transfer()->staging();
+  stats->staging_bytes = staging.held;
+  stats->staging_bytes_largest = staging.largest;
 }
 
 }  // namespace quire

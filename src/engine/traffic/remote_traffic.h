@@ -41,6 +41,7 @@ class RemoteTraffic {
     const PrefixFinder* finder;
     Clock* clock;
     int64_t bytes_per_token;
+    int64_t staging_bytes;  // EngineOptions::staging_bytes
   };
   explicit RemoteTraffic(const Parts& parts);
   RemoteTraffic(const RemoteTraffic&) = delete;
@@ -115,6 +116,7 @@ class RemoteTraffic {
   const PrefixFinder& finder_;
   Clock& clock_;
   const int64_t bytes_per_token_;
+  const int64_t staging_bytes_;         // that what comes may hold
   mutable std::mutex attach_mutex_;     // of calls from any thread, while peers are attached
   std::unique_ptr<RemotePeers> peers_;  // null: none are attached
   PrefillPeerOptions options_;

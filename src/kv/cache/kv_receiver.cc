@@ -7,8 +7,22 @@
 #include <vector>
 
 #include "base/check.h"
+#include "kv/pages/kv_export_rows.h"
 
 namespace quire {
+namespace {
+
+void ZeroHead(const LayerKV& rows, int64_t row, int64_t head) {
+  for (const TensorView* tensor : {&rows.k, &rows.v, &rows.k_scale, &rows.v_scale}) {
+    if (tensor->rank() == 0) continue;
+    const int64_t bytes = DTypeBytes(tensor->dtype());
+    std::memset(
+        tensor->data_as<std::byte>() + (row * tensor->stride(0) + head * tensor->stride(1)) * bytes,
+        0, static_cast<size_t>(tensor->stride(1) * bytes));
+  }
+}
+
+}  // namespace
 
 KVReceiver::KVReceiver(PagedSequences& kv, KVImporter& importer, WindowBook& windows,
                        std::shared_ptr<ParallelRunner> runner)
@@ -44,6 +58,7 @@ Result<ReservePlan> KVReceiver::PlanReserve(const char* call, int64_t seq_id, in
       importer_.Reserve(call, sequence, count, KVImporter::FirstPage::kOwn, &reserve.plan));
   reserve.tiles.targets.reserve(static_cast<size_t>(count));
   reserve.tiles.opens_tile.reserve(static_cast<size_t>(count));
+  TakeTileMemory();
   const int64_t first = kv_.tree.End(sequence.last);
   ReservePlan plan{.first_position = first, .layout = kv_.TransferLayout(sequence.long_factors)};
   if (kv_.groups.size() == 1) {
@@ -73,6 +88,15 @@ void KVReceiver::CommitReserve(const ReceiveShare& share) noexcept {
   reserve_ = {};
 }
 
+// Rows of a tile of the largest layer, twice, once it is needed.
+void KVReceiver::TakeTileMemory() {
+  if (!tile_memory_.empty()) return;
+  int64_t bytes = 0;
+  for (const AttentionLayerSpec& spec : kv_.options.layers)
+    bytes = std::max(bytes, LayerBytes(spec, kTilePositions));
+  tile_memory_.resize(static_cast<size_t>(2 * bytes));
+}
+
 // Zeroes the first slot of every tile, and with it what else a tile must have zero.
 void KVReceiver::OpenTiles(const ReceiveShare& share, TokenSlots* tiles) noexcept {
   for (size_t g = 0; g < kv_.groups.size(); ++g) {
@@ -81,24 +105,58 @@ void KVReceiver::OpenTiles(const ReceiveShare& share, TokenSlots* tiles) noexcep
       const AppendTarget target = share.slots[g].targets[i];
       if (i == 0 || target.slot % kTilePositions == 0) tiles->targets.push_back(target);
     }
-    const size_t count = tiles->targets.size();
-    tiles->opens_tile.assign(count, 1);
+    const auto count = static_cast<int64_t>(tiles->targets.size());
+    tiles->opens_tile.assign(tiles->targets.size(), 1);
     for (const int64_t layer : kv_.groups[g].layers) {
-      const LayerKV rows =
-          RowsOf(share.layers[static_cast<size_t>(layer)].staging, 0, static_cast<int64_t>(count));
-      for (const TensorView* tensor : {&rows.k, &rows.v, &rows.k_scale, &rows.v_scale}) {
-        if (tensor->rank() == 0) continue;
-        std::memset(tensor->data(), 0,
-                    static_cast<size_t>(tensor->element_count() * DTypeBytes(tensor->dtype())));
+      const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(layer)];
+      const LayerKV zeros = LayerRowsIn(tile_memory_.data(), spec, kTilePositions);
+      for (int64_t first = 0; first < count; first += kTilePositions) {
+        importer_.Fill(*tiles, layer, first, zeros,
+                       {0, std::min<int64_t>(kTilePositions, count - first)}, *kv_.options.runner);
       }
-      importer_.Fill(*tiles, layer, 0, rows, {0, rows.k.dim(0)}, *kv_.options.runner);
     }
   }
 }
 
-void KVReceiver::StoreReceived(const TokenSlots& slots, int64_t layer, int64_t first,
-                               const LayerKV& rows) noexcept {
-  importer_.Fill(slots, layer, first, rows, {0, rows.k.dim(0)}, *runner_);
+void KVReceiver::StoreReceived(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
+                               const LayerKV& rows, std::span<const uint8_t> is_there) noexcept {
+  const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(layer)];
+  if (part.head_count == spec.num_kv_heads)
+    return importer_.Fill(slots, layer, part.first_row, rows, {0, part.count}, *runner_);
+  for (int64_t done = 0; done < part.count; done += kTilePositions) {
+    ReceivePart piece = part;
+    piece.first_row += done;
+    piece.count = std::min<int64_t>(kTilePositions, part.count - done);
+    StoreHeads(slots, layer, piece, RowsOf(rows, done, piece.count), is_there);
+  }
+}
+
+// Pages take whole rows: the other heads go in once more as they are there, or as zero.
+void KVReceiver::StoreHeads(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
+                            const LayerKV& rows, std::span<const uint8_t> is_there) noexcept {
+  const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(layer)];
+  const int64_t heads = spec.num_kv_heads;
+  QUIRE_DCHECK(part.count <= kTilePositions);
+  const LayerKV all = LayerRowsIn(tile_memory_.data() + tile_memory_.size() / 2, spec, part.count);
+  const auto scales = [](const TensorView& tensor) {
+    return tensor.rank() == 0 ? nullptr : tensor.data_as<float>();
+  };
+  ReadRows(kv_.storage->layer(layer),
+           std::span(slots.targets)
+               .subspan(static_cast<size_t>(part.first_row), static_cast<size_t>(part.count)),
+           {.k = all.k.data(),
+            .v = all.v.data(),
+            .k_scale = scales(all.k_scale),
+            .v_scale = scales(all.v_scale)},
+           *runner_);
+  for (int64_t row = 0; row < part.count; ++row) {
+    for (int64_t head = 0; head < heads; ++head) {
+      if (is_there[static_cast<size_t>((part.first_row + row) * heads + head)] == 0)
+        ZeroHead(all, row, head);
+    }
+  }
+  CopyHeads(rows, 0, all, part.first_head, part.head_count);
+  importer_.Fill(slots, layer, part.first_row, all, {0, part.count}, *runner_);
 }
 
 // ---------------------------------------------------------------------- the end

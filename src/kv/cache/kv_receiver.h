@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "kv/cache/kv_importer.h"
@@ -26,7 +27,7 @@ namespace quire {
 
 class KVReceiver final : public ReceivingPart, private ReceivedRows {
  public:
-  // All must outlive it. `runner` runs what Complete has to do, on any thread.
+  // All must outlive it. `runner` runs what Store has to do, on any thread.
   KVReceiver(PagedSequences& kv, KVImporter& importer, WindowBook& windows,
              std::shared_ptr<ParallelRunner> runner);
 
@@ -55,8 +56,12 @@ class KVReceiver final : public ReceivingPart, private ReceivedRows {
   // The first n pending tokens of the sequence stay, as committed ones. REQUIRES: nobody writes to
   // their pages any more.
   void Keep(int32_t index, int64_t n) noexcept;
-  void StoreReceived(const TokenSlots& slots, int64_t layer, int64_t first,
-                     const LayerKV& rows) noexcept override;
+  void TakeTileMemory();
+  void StoreReceived(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
+                     const LayerKV& rows, std::span<const uint8_t> is_there) noexcept override;
+  // Some heads of at most a tile's rows.
+  void StoreHeads(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
+                  const LayerKV& rows, std::span<const uint8_t> is_there) noexcept;
 
   // From PlanReserve to its end.
   struct PlannedReserve {
@@ -72,6 +77,8 @@ class KVReceiver final : public ReceivingPart, private ReceivedRows {
   int32_t index_ = SequenceTable::kAbsent;  // of the planned call
   int64_t taken_ = 0;
   PlannedReserve reserve_;
+  // Two halves: rows that stay zero, and rows of StoreReceived, which runs on other threads.
+  std::vector<std::byte> tile_memory_;
 };
 
 }  // namespace quire

@@ -339,12 +339,18 @@ TEST(JointTransfer, AStateThatALaterOneHasReplacedIsNotCompleted) {
   KVTransfer& receiver = pair.receiver.transfer();
   const ReceivePart first = {.first_row = 3, .count = 1, .first_head = 0, .head_count = 1};
   const ReceivePart later = {.first_row = 5, .count = 1, .first_head = 0, .head_count = 1};
-  ASSERT_TRUE(receiver.View(pair.map.epoch, 2, first).ok());
-  const auto view = receiver.View(pair.map.epoch, 2, later);
-  ASSERT_TRUE(view.ok());
-  const uint32_t digest = DigestOfHeads(view->rows, 0, 1);
-  EXPECT_EQ(receiver.Complete(pair.map.epoch, 2, first, digest).code(), StatusCode::kBadState);
-  EXPECT_TRUE(receiver.Complete(pair.map.epoch, 2, later, digest).ok());
+  for (const ReceivePart& part : {first, later}) {
+    const auto view = receiver.View(pair.map.epoch, 2, part);
+    ASSERT_TRUE(view.ok());
+    const TensorView& state = view->rows.k;
+    std::fill_n(state.data_as<std::byte>(), state.element_count() * DTypeBytes(state.dtype()),
+                std::byte{1});
+    const uint32_t digest = DigestOfHeads(view->rows, 0, 1);
+    EXPECT_TRUE(receiver.Store(pair.map.epoch, 2, part, *view, digest).ok());
+  }
+  EXPECT_EQ(receiver.GetReceiveProgress(pair.map.epoch)->layer_rows[2], 0);
+  EXPECT_EQ(receiver.Complete(pair.map.epoch, 2, first).code(), StatusCode::kBadState);
+  EXPECT_TRUE(receiver.Complete(pair.map.epoch, 2, later).ok());
   EXPECT_EQ(receiver.GetReceiveProgress(pair.map.epoch)->layer_rows[2], 6);
 }
 

@@ -147,7 +147,9 @@ class Scene final : public TableScene {
         if (tensor->rank() > 0)
           std::fill_n(tensor->data_as<float>(), tensor->element_count(), 0.5F);
       }
-      EXPECT_TRUE(transfer.Complete(arrived_, layer, part, DigestOfHeads(view.rows, 0, 1)).ok());
+      const uint32_t digest = DigestOfHeads(view.rows, 0, 1);
+      EXPECT_TRUE(transfer.Store(arrived_, layer, part, view, digest).ok());
+      EXPECT_TRUE(transfer.Complete(arrived_, layer, part).ok());
     }
   }
 
@@ -277,6 +279,8 @@ constexpr TableRow kRows[] = {
   {"DisaggCancelRecv: another",                   "o o o o o o o o o"},
   {"View",                                        "N N N N N o N N N"},
   {"View: another",                               "o o o o o o o o o"},
+  {"Store",                                       "N N N N N o N N N"},
+  {"Store: another",                              "o o o o o o o o o"},
   {"Complete",                                    "N N N N N o N N N"},
   {"Complete: another",                           "o o o o o o o o o"},
   {"FailReceive",                                 "N N N N N o N N N"},
@@ -285,6 +289,8 @@ constexpr TableRow kRows[] = {
   {"GetReceiveProgress: another",                 "o o o o o o o o o"},
   {"WaitReceived",                                "C C C C C T C C C"},
   {"WaitReceived: another",                       "o o o o o o o o o"},
+  {"staging",                                     "o o o o o o o o o"},
+  {"SetStagingLimit",                             "o o o o o o o o o"},
   {"SetLayerSink",                                "o S S o S o S o S"},
   {"DisaggMarkSend",                              "o S S o S o S o o"},
   {"DisaggMarkSend: another",                     "o S S o S o S o o"},

@@ -92,7 +92,7 @@ Status StateTransfer::PlanTake(const char* /*call*/, const ReceiveShare& share, 
   import_.emplace(planned_);
   Status planned = GuardEntry([&] {
     return PlanImport(*import_, share.seq_id, share.first_position + n,
-                      [&](size_t i) { return share.layers[i].staging.k.data(); });
+                      [&](size_t i) { return share.layers[i].state.data(); });
   });
   if (!planned.ok()) import_.reset();
   return planned;

@@ -135,10 +135,14 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   Status DisaggCommitRecv(uint64_t epoch, int64_t n) override;
   Status DisaggCancelRecv(uint64_t epoch) override;
   Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) override;
-  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest) override;
+  Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part, const ReceiveView& view,
+               uint32_t digest) override;
+  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) override;
   Status FailReceive(uint64_t epoch, const Status& why) override;
   Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override;
   Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const override;
+  StagingUse staging() const override { return StagingUse(); }
+  Status SetStagingLimit(int64_t /*bytes*/) override { return Status(); }
   Status SetLayerSink(std::shared_ptr<LayerSink> sink) override;
   Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
                         int64_t peer, int64_t rank, int64_t first_row = 0) override;
@@ -279,8 +283,8 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   struct Receive {
     int64_t seq_id = 0;
     int64_t count = 0;
-    std::vector<StoredRows> staging;       // [layer]
-    std::vector<std::vector<char>> heads;  // [layer][row * heads + head], 1: complete
+    std::vector<StoredRows> rows;          // [layer]
+    std::vector<std::vector<char>> heads;  // [layer][row * heads + head], 1: stored, 2: complete
     Status failure;
   };
   // Where a sequence's tokens go.
@@ -343,6 +347,15 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   uint64_t TransferLayout(const Sequence& sequence) const;
   Result<Receive*> FindReceive(uint64_t epoch);
   Result<Receive*> FindPart(uint64_t epoch, int64_t layer, const ReceivePart& part);
+  // f(row * heads + head) for each row and head of a part.
+  template <typename F>
+  void ForEachHead(int64_t layer, const ReceivePart& part, F&& f) const {
+    const int64_t heads = options_.layers[static_cast<size_t>(layer)].num_kv_heads;
+    for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
+      for (int64_t h = part.first_head; h < part.first_head + part.head_count; ++h)
+        f(static_cast<size_t>(row * heads + h));
+    }
+  }
   int64_t CompleteRows(const Receive& receive, size_t layer, int64_t row, int64_t end) const;
   Status RequireRows(uint64_t epoch, int64_t n);
   void EndReceive(int64_t seq_id, int64_t n);

@@ -66,7 +66,7 @@ Result<ReceiveMap> KVModel::DisaggPrepareRecv(int64_t seq_id, int64_t count) {
   receive.count = count;
   for (const AttentionLayerSpec& layer : options_.layers) {
     map.kv_heads.push_back(layer.num_kv_heads);
-    receive.staging.emplace_back(layer, count);
+    receive.rows.emplace_back(layer, count);
     receive.heads.emplace_back(static_cast<size_t>(count * layer.num_kv_heads));
   }
   sequence.pending = count;
@@ -97,31 +97,35 @@ Result<KVModel::Receive*> KVModel::FindPart(uint64_t epoch, int64_t layer,
 }
 
 Result<ReceiveView> KVModel::View(uint64_t epoch, int64_t layer, const ReceivePart& part) {
-  QUIRE_ASSIGN_OR_RETURN(Receive * receive, FindPart(epoch, layer, part));
-  const size_t l = static_cast<size_t>(layer);
-  const int64_t heads = options_.layers[l].num_kv_heads;
-  for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
-    for (int64_t h = part.first_head; h < part.first_head + part.head_count; ++h)
-      receive->heads[l][static_cast<size_t>(row * heads + h)] = 0;
-  }
-  auto rows = std::make_shared<StoredRows>(receive->staging[l]);  // shares the tensors' memory
-  return ReceiveView{.rows = SomeTokens(rows->view(), part.first_row, part.count), .memory = rows};
+  QUIRE_RETURN_IF_ERROR(FindPart(epoch, layer, part).status());
+  AttentionLayerSpec spec = options_.layers[static_cast<size_t>(layer)];
+  spec.num_kv_heads = part.head_count;
+  const auto rows = std::make_shared<StoredRows>(spec, part.count);
+  return ReceiveView{.rows = rows->view(), .memory = rows};
 }
 
-Status KVModel::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest) {
+Status KVModel::Store(uint64_t epoch, int64_t layer, const ReceivePart& part,
+                      const ReceiveView& view, uint32_t digest) {
   QUIRE_ASSIGN_OR_RETURN(Receive * receive, FindPart(epoch, layer, part));
-  const size_t l = static_cast<size_t>(layer);
-  const LayerKV rows = SomeTokens(receive->staging[l].view(), part.first_row, part.count);
-  if (DigestOfHeads(rows, part.first_head, part.head_count) != digest) {
+  if (DigestOfHeads(view.rows, 0, part.head_count) != digest) {
     const Status corrupt = Bad(StatusCode::kCorrupt, "digest");
     if (receive->failure.ok()) receive->failure = corrupt;
     return corrupt;
   }
-  const int64_t heads = options_.layers[l].num_kv_heads;
-  for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
-    for (int64_t h = part.first_head; h < part.first_head + part.head_count; ++h)
-      receive->heads[l][static_cast<size_t>(row * heads + h)] = 1;
-  }
+  const size_t l = static_cast<size_t>(layer);
+  CopyHeads(view.rows, 0, SomeTokens(receive->rows[l].view(), part.first_row, part.count),
+            part.first_head, part.head_count);
+  ForEachHead(layer, part, [&](size_t at) { receive->heads[l][at] = 1; });
+  return Status();
+}
+
+Status KVModel::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) {
+  QUIRE_ASSIGN_OR_RETURN(Receive * receive, FindPart(epoch, layer, part));
+  std::vector<char>& heads = receive->heads[static_cast<size_t>(layer)];
+  bool is_stored = true;
+  ForEachHead(layer, part, [&](size_t at) { is_stored = is_stored && heads[at] != 0; });
+  if (!is_stored) return Bad(StatusCode::kBadState, "not stored");
+  ForEachHead(layer, part, [&](size_t at) { heads[at] = 2; });
   return Status();
 }
 
@@ -139,7 +143,7 @@ int64_t KVModel::CompleteRows(const Receive& receive, size_t layer, int64_t row,
   int64_t count = 0;
   for (; row < end; ++row) {
     const auto first = receive.heads[layer].begin() + row * heads;
-    count += std::count(first, first + heads, 1) == heads;
+    count += std::count(first, first + heads, 2) == heads;
   }
   return count;
 }
@@ -182,7 +186,7 @@ Status KVModel::DisaggCommitRecv(uint64_t epoch, int64_t n) {
   const Sequence& sequence = sequences_.at(receive.seq_id);
   for (size_t l = 0; l < options_.layers.size() && n > 0; ++l) {
     StoreTokens(sequence, static_cast<size_t>(sequence.length()), l,
-                SomeTokens(receive.staging[l].view(), 0, n));
+                SomeTokens(receive.rows[l].view(), 0, n));
   }
   EndReceive(receive.seq_id, n);
   return Status();

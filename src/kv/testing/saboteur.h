@@ -18,26 +18,25 @@ class Saboteur final : public LayerSink {
   explicit Saboteur(std::shared_ptr<LayerSink> channel) : channel_(std::move(channel)) {}
 
   int64_t layer = -1;            // that it meddles with; -1: all
-  KVTransfer* victim = nullptr;  // a byte of its next part is changed before it is completed
+  KVTransfer* victim = nullptr;  // a byte of its next part is changed on the way
   Status refusal;                // the answer to every part, if not ok
 
   Status OnLayerAppended(int64_t to, std::span<const SendRange> ranges) override {
     const bool meddles = layer < 0 || layer == to;
     if (meddles && !refusal.ok()) return refusal;
-    QUIRE_RETURN_IF_ERROR(channel_->OnLayerAppended(to, ranges));
-    if (!meddles || victim == nullptr || ranges.empty()) return Status();
+    if (!meddles || victim == nullptr || ranges.empty())
+      return channel_->OnLayerAppended(to, ranges);
     const SendRange& range = ranges.front();
-    const auto view = std::exchange(victim, nullptr)
-                          ->View(range.epoch, to,
-                                 {.first_row = range.first_row,
-                                  .count = 1,
-                                  .first_head = range.remote_head,
-                                  .head_count = range.head_count});
-    if (!view.ok()) return view.status();
-    const int64_t at =
-        range.remote_head * view->rows.k.stride(1) * DTypeBytes(view->rows.k.dtype());
-    view->rows.k.data_as<std::byte>()[at] ^= std::byte{1};
-    return Status();
+    const ReceivePart part{.first_row = range.first_row,
+                           .count = range.count,
+                           .first_head = range.remote_head,
+                           .head_count = range.head_count};
+    KVTransfer& receiver = *std::exchange(victim, nullptr);
+    QUIRE_ASSIGN_OR_RETURN(const ReceiveView view, receiver.View(range.epoch, to, part));
+    CopyHeads(range.local, range.local_head, view.rows, 0, range.head_count);
+    const uint32_t digest = DigestOfHeads(view.rows, 0, range.head_count);
+    view.rows.k.data_as<std::byte>()[0] ^= std::byte{1};
+    return receiver.Store(range.epoch, to, part, view, digest);
   }
   Status OnForwardEnded(std::span<const SendRecord> records) override {
     return channel_->OnForwardEnded(records);

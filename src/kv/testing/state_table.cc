@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <fstream>
 #include <limits>
@@ -118,9 +119,12 @@ void AddTransferCalls(const TransferArguments& a, TableCalls* calls) {
   TableCalls& c = *calls;
   KVTransfer& t = *a.transfer;
   const ReceivePart part{.first_row = 0, .count = 1, .first_head = 0, .head_count = 1};
-  const auto digest = [&t](uint64_t epoch, const ReceivePart& p) {
-    const auto view = t.View(epoch, 0, p);
-    return view.ok() ? DigestOfHeads(view->rows, 0, 1) : 0;
+  const auto store = [&t, part](uint64_t epoch) -> Status {
+    QUIRE_ASSIGN_OR_RETURN(const ReceiveView view, t.View(epoch, 0, part));
+    for (const TensorView* tensor : {&view.rows.k, &view.rows.v}) {
+      if (tensor->rank() > 0) std::fill_n(tensor->data_as<float>(), tensor->element_count(), 0.5F);
+    }
+    return t.Store(epoch, 0, part, view, DigestOfHeads(view.rows, 0, 1));
   };
   c["DisaggPrepareRecv"] = {[&t] { return Answered(t.DisaggPrepareRecv(kSubject, 2)); }};
   c["DisaggPrepareRecv: another"] = {[&t] { return Answered(t.DisaggPrepareRecv(kOther, 2)); }};
@@ -131,10 +135,13 @@ void AddTransferCalls(const TransferArguments& a, TableCalls* calls) {
   c["DisaggCancelRecv: another"] = {[&t, a] { return t.DisaggCancelRecv(a.arrived); }};
   c["View"] = {[&t, a, part] { return Answered(t.View(a.own, 0, part)); }};
   c["View: another"] = {[&t, a, part] { return Answered(t.View(a.arrived, 0, part)); }};
-  c["Complete"] = {
-      [&t, a, part, digest] { return t.Complete(a.own, 0, part, digest(a.own, part)); }};
-  c["Complete: another"] = {
-      [&t, a, part, digest] { return t.Complete(a.arrived, 0, part, digest(a.arrived, part)); }};
+  c["Store"] = {[a, store] { return store(a.own); }};
+  c["Store: another"] = {[a, store] { return store(a.arrived); }};
+  c["Complete"] = {[&t, a, part, store]() -> Status {
+    QUIRE_RETURN_IF_ERROR(store(a.own));
+    return t.Complete(a.own, 0, part);
+  }};
+  c["Complete: another"] = {[&t, a, part] { return t.Complete(a.arrived, 0, part); }};
   const Status lost(StatusCode::kIoError, "the channel is gone");
   c["FailReceive"] = {[&t, a, lost] { return t.FailReceive(a.own, lost); }};
   c["FailReceive: another"] = {[&t, a, lost] { return t.FailReceive(a.arrived, lost); }};
@@ -149,6 +156,10 @@ void AddTransferCalls(const TransferArguments& a, TableCalls* calls) {
     const auto clock = std::make_shared<FakeClock>();
     return t.WaitReceived(a.arrived, 2, *clock, std::numeric_limits<int64_t>::max());
   }};
+  c["staging"] = {[&t] {
+    return t.staging().limit > 0 ? Status() : Status(StatusCode::kInternal, "there is none");
+  }};
+  c["SetStagingLimit"] = {[&t] { return t.SetStagingLimit(1 << 16); }};
   c["SetLayerSink"] = {[&t] { return t.SetLayerSink(nullptr); }};
   c["DisaggMarkSend"] = {
       [&t, a] { return t.DisaggMarkSend(kSubject, 0, std::span(a.map, 1), 6, 0); }};

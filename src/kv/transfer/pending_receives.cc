@@ -1,6 +1,8 @@
 #include "kv/transfer/pending_receives.h"
 
 #include <algorithm>
+#include <cstring>
+#include <initializer_list>
 #include <string>
 #include <utility>
 
@@ -49,9 +51,65 @@ Status WrongCount(const char* call, uint64_t epoch, int64_t count, int64_t n) {
                                               " tokens, not " + std::to_string(n));
 }
 
-int64_t StagingBytes(const TransferLayer& layer, int64_t count) {
-  return layer.is_state() ? Aligned(layer.elements * DTypeBytes(layer.dtype))
-                          : LayerBytes(*layer.rows, count);
+constexpr uint8_t kAbsent = 0;  // of a row and head: it is in no page
+constexpr uint8_t kStored = 1;  // it is in its page and does not count
+constexpr uint8_t kCounts = 2;
+
+int64_t StateBytes(const TransferLayer& layer) {
+  return layer.is_state() ? Aligned(layer.elements * DTypeBytes(layer.dtype)) : 0;
+}
+
+// The tensors of a part, without addresses. What there is none of has rank 0.
+LayerKV PartShapes(const TransferLayer& layer, int64_t count, int64_t heads) {
+  const auto shaped = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return TensorView(nullptr, dtype, std::span(shape.begin(), shape.size()));
+  };
+  if (layer.is_state()) return {.k = shaped(layer.dtype, {1, 1, layer.elements})};
+  const AttentionLayerSpec& spec = *layer.rows;
+  const bool has_values = StoredValueDim(spec) > 0;
+  LayerKV kv;
+  kv.k = shaped(spec.dtype, {count, heads, spec.qk_head_dim});
+  if (has_values) kv.v = shaped(spec.value_dtype(), {count, heads, spec.v_head_dim});
+  if (IsQuantised(spec.dtype)) kv.k_scale = shaped(DType::kF32, {count, heads});
+  if (has_values && IsQuantised(spec.value_dtype()))
+    kv.v_scale = shaped(DType::kF32, {count, heads});
+  return kv;
+}
+
+constexpr TensorView LayerKV::*kTensors[] = {&LayerKV::k, &LayerKV::v, &LayerKV::k_scale,
+                                             &LayerKV::v_scale};
+
+int64_t BytesOf(const LayerKV& rows) {
+  int64_t bytes = 0;
+  for (const TensorView LayerKV::*tensor : kTensors) {
+    if ((rows.*tensor).rank() > 0)
+      bytes += (rows.*tensor).element_count() * DTypeBytes((rows.*tensor).dtype());
+  }
+  return bytes;
+}
+
+// The same tensors in `memory`: those of the widest elements first, so that each is aligned without
+// a gap, and the memory has as many bytes as travel.
+LayerKV PlacedIn(std::byte* memory, LayerKV rows) {
+  for (const int64_t width : {8, 4, 2, 1}) {
+    for (TensorView LayerKV::*tensor : kTensors) {
+      TensorView& of = rows.*tensor;
+      if (of.rank() == 0 || DTypeBytes(of.dtype()) != width) continue;
+      of = TensorView(memory, of.dtype(), of.shape());
+      memory += of.element_count() * width;
+    }
+  }
+  return rows;
+}
+
+bool HasShapes(const LayerKV& rows, const LayerKV& shapes) {
+  return std::ranges::all_of(kTensors, [&](const TensorView LayerKV::*tensor) {
+    const TensorView& of = rows.*tensor;
+    const TensorView& due = shapes.*tensor;
+    if (due.rank() == 0) return of.rank() == 0;
+    return of.dtype() == due.dtype() && std::ranges::equal(of.shape(), due.shape()) &&
+           of.is_contiguous() && of.data() != nullptr;
+  });
 }
 
 }  // namespace
@@ -85,22 +143,6 @@ LayerKV LayerRowsIn(std::byte* memory, const AttentionLayerSpec& spec, int64_t c
   return kv;
 }
 
-LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count) {
-  const auto part = [&](const TensorView& all) {
-    if (all.rank() == 0) return all;
-    QUIRE_DCHECK(first >= 0 && count <= all.dim(0) - first);
-    int64_t shape[TensorView::kMaxRank];
-    std::ranges::copy(all.shape(), shape);
-    shape[0] = count;
-    return TensorView(all.data_as<std::byte>() + first * all.stride(0) * DTypeBytes(all.dtype()),
-                      all.dtype(), std::span<const int64_t>(shape, all.shape().size()));
-  };
-  return {.k = part(rows.k),
-          .v = part(rows.v),
-          .k_scale = part(rows.k_scale),
-          .v_scale = part(rows.v_scale)};
-}
-
 // ---------------------------------------------------------------------- reservations
 
 std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_id,
@@ -118,22 +160,21 @@ std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_i
     slots.opens_tile.resize(static_cast<size_t>(count));
   }
   int64_t bytes = kAlignment;
-  for (const TransferLayer& layer : layers_) bytes += StagingBytes(layer, count);
-  receive->memory.reset(new std::byte[static_cast<size_t>(bytes)]);
-  std::byte* memory = receive->memory.get();
+  for (const TransferLayer& layer : layers_) bytes += StateBytes(layer);
+  receive->states.reset(new std::byte[static_cast<size_t>(bytes)]);
+  std::byte* memory = receive->states.get();
   memory += (kAlignment - reinterpret_cast<intptr_t>(memory) % kAlignment) % kAlignment;
   for (const TransferLayer& of : layers_) {
     Layer& layer = receive->layers.emplace_back();
     if (of.is_state()) {
-      layer.staging.k = TensorView(memory, of.dtype, {1, 1, of.elements});
+      layer.state = TensorView(memory, of.dtype, {1, 1, of.elements});
+      memory += StateBytes(of);
     } else {
-      layer.staging = LayerRowsIn(memory, *of.rows, count);
-      layer.head.resize(static_cast<size_t>(count * of.heads()));
+      layer.head.resize(static_cast<size_t>(count * of.heads()), kAbsent);
       layer.row.resize(static_cast<size_t>(count));
     }
-    memory += StagingBytes(of, count);
   }
-  QUIRE_DCHECK(memory <= receive->memory.get() + bytes);
+  QUIRE_DCHECK(memory <= receive->states.get() + bytes);
   const std::lock_guard lock(mutex_);
   ReserveGrowing(receives_, receives_.size() + 1);
   receive->epoch = next_epoch_;
@@ -262,43 +303,50 @@ Result<std::shared_ptr<PendingReceives::Receive>> PendingReceives::FindPart(
 
 // ---------------------------------------------------------------------- arrival
 
-Result<ReceiveView> PendingReceives::View(uint64_t epoch, int64_t layer, const ReceivePart& part) {
-  const std::lock_guard lock(mutex_);
-  QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("View", epoch, layer, part));
-  Layer& to = LayerOf(*receive, layer);
-  const std::shared_ptr<void> memory(receive->memory, receive->memory.get());
-  if (LayerAt(layer).is_state()) {
-    to.viewed = part.first_row;
-    to.rows = 0;
-    return ReceiveView{.rows = to.staging, .memory = memory};
+Status PendingReceives::SetStagingLimit(int64_t bytes) {
+  for (size_t l = 0; l < layers_.size(); ++l) {
+    const int64_t least = BytesOf(PartShapes(layers_[l], 1, layers_[l].heads()));
+    if (bytes >= least) continue;
+    return Status(StatusCode::kBadArgument,
+                  "SetStagingLimit: staging_bytes is " + std::to_string(bytes) + ", and " +
+                      (layers_[l].is_state() ? "the state" : "a row") + " of layer " +
+                      std::to_string(l) + " has " + std::to_string(least) +
+                      " bytes; it must be at least as much");
   }
-  const int64_t heads = LayerAt(layer).heads();
-  for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
-    std::fill_n(to.head.begin() + row * heads + part.first_head, part.head_count, uint8_t{0});
-    to.rows -= std::exchange(to.row[static_cast<size_t>(row)], uint8_t{0});
-  }
-  QUIRE_DCHECK(to.rows >= 0);
-  return ReceiveView{.rows = RowsOf(to.staging, part.first_row, part.count), .memory = memory};
+  staging_->SetLimit(bytes);
+  return Status();
 }
 
-Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
-                                 uint32_t digest) {
-  const std::lock_guard lock(mutex_);
-  QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("Complete", epoch, layer, part));
-  Layer& to = LayerOf(*receive, layer);
-  const bool is_state = LayerAt(layer).is_state();
-  if (is_state && to.viewed != part.first_row) {
-    changed_.notify_all();
-    return Status(StatusCode::kBadState,
-                  "Complete: the state after token " + std::to_string(part.first_row + 1) +
-                      " of layer " + std::to_string(layer) + " of " + Name(epoch) +
-                      " was not viewed last; a later one has taken its place");
+// Not under the lock: memory takes its time, and nothing here is of the reservation.
+Result<ReceiveView> PendingReceives::View(uint64_t epoch, int64_t layer, const ReceivePart& part) {
+  {
+    const std::lock_guard lock(mutex_);
+    QUIRE_RETURN_IF_ERROR(FindPart("View", epoch, layer, part).status());
   }
-  const LayerKV rows = is_state ? to.staging : RowsOf(to.staging, part.first_row, part.count);
-  const uint32_t found = DigestOfHeads(rows, part.first_head, part.head_count);
+  const LayerKV shapes = PartShapes(LayerAt(layer), part.count, part.head_count);
+  QUIRE_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte[]> memory,
+                         StagingMemory::Take(staging_, BytesOf(shapes)));
+  return ReceiveView{.rows = PlacedIn(memory.get(), shapes), .memory = memory};
+}
+
+Status PendingReceives::Store(uint64_t epoch, int64_t layer, const ReceivePart& part,
+                              const ReceiveView& view, uint32_t digest) {
+  {
+    const std::lock_guard lock(mutex_);
+    QUIRE_RETURN_IF_ERROR(FindPart("Store", epoch, layer, part).status());
+  }
+  if (!HasShapes(view.rows, PartShapes(LayerAt(layer), part.count, part.head_count))) {
+    return Status(StatusCode::kBadArgument,
+                  "Store: the view is not one of a part like it, as View "
+                  "returns them");
+  }
+  // The caller's memory until it is stored: several senders' parts are verified at a time.
+  const uint32_t found = DigestOfHeads(view.rows, 0, part.head_count);
+  const std::lock_guard lock(mutex_);
+  QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("Store", epoch, layer, part));
   if (found != digest) {
     const Status corrupt(StatusCode::kCorrupt,
-                         "Complete: tokens [" + std::to_string(part.first_row) + ", " +
+                         "Store: tokens [" + std::to_string(part.first_row) + ", " +
                              std::to_string(part.first_row + part.count) + ") of layer " +
                              std::to_string(layer) + " of " + Name(epoch) + " have the digest " +
                              std::to_string(found) + ", not " + std::to_string(digest) +
@@ -307,52 +355,82 @@ Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePar
     changed_.notify_all();
     return corrupt;
   }
-  if (is_state) {
+  if (!LayerAt(layer).is_state()) {
+    StoreRows(*receive, layer, part, view.rows);
+    return Status();
+  }
+  Layer& to = LayerOf(*receive, layer);
+  to.rows = 0;
+  to.stored = part.first_row;
+  std::memcpy(to.state.data(), view.rows.k.data(),
+              static_cast<size_t>(to.state.element_count() * DTypeBytes(to.state.dtype())));
+  return Status();
+}
+
+void PendingReceives::StoreRows(Receive& receive, int64_t layer, const ReceivePart& part,
+                                const LayerKV& rows) noexcept {
+  const TransferLayer& of = LayerAt(layer);
+  QUIRE_DCHECK(of.pages != nullptr);
+  Layer& to = LayerOf(receive, layer);
+  const int64_t heads = of.heads();
+  const int64_t end = part.first_row + part.count;
+  TokenSlots& slots = receive.slots[static_cast<size_t>(of.group)];
+  // Tiles are open already. Those of which the part has all may be written as wholes.
+  for (int64_t row = part.first_row; row < end; ++row) {
+    const size_t i = static_cast<size_t>(row);
+    const size_t last = i + static_cast<size_t>(kTilePositions) - 1;
+    slots.opens_tile[i] = part.head_count == heads && slots.targets[i].slot % kTilePositions == 0 &&
+                          static_cast<int64_t>(last) < end &&
+                          slots.targets[last].page == slots.targets[i].page;
+  }
+  of.pages->StoreReceived(slots, of.layer, part, rows, to.head);
+  for (int64_t row = part.first_row; row < end; ++row) {
+    std::fill_n(to.head.begin() + row * heads + part.first_head, part.head_count, kStored);
+    to.rows -= std::exchange(to.row[static_cast<size_t>(row)], uint8_t{0});
+  }
+  QUIRE_DCHECK(to.rows >= 0);
+}
+
+Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) {
+  const std::lock_guard lock(mutex_);
+  QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("Complete", epoch, layer, part));
+  Layer& to = LayerOf(*receive, layer);
+  if (!LayerAt(layer).is_state()) {
+    QUIRE_RETURN_IF_ERROR(CompleteRows(*receive, layer, part));
+  } else if (to.stored == part.first_row) {
     to.rows = part.first_row + 1;
   } else {
-    CompleteRows(*receive, layer, part);
+    return Status(StatusCode::kBadState,
+                  "Complete: the state after token " + std::to_string(part.first_row + 1) +
+                      " of layer " + std::to_string(layer) + " of " + Name(epoch) +
+                      " was not stored last; a later one has taken its place");
   }
   QUIRE_DCHECK(to.rows <= receive->count);
   changed_.notify_all();
   return Status();
 }
 
-void PendingReceives::CompleteRows(Receive& receive, int64_t layer,
-                                   const ReceivePart& part) noexcept {
+Status PendingReceives::CompleteRows(Receive& receive, int64_t layer, const ReceivePart& part) {
   Layer& to = LayerOf(receive, layer);
   const int64_t heads = LayerAt(layer).heads();
-  int64_t run = part.first_row;  // rows [run, row) are complete and not stored yet
   const int64_t end = part.first_row + part.count;
+  const auto is_stored = [&](int64_t row) {
+    const auto first = to.head.begin() + row * heads + part.first_head;
+    return std::find(first, first + part.head_count, kAbsent) == first + part.head_count;
+  };
+  for (int64_t row = part.first_row; row < end; ++row) {
+    if (is_stored(row)) continue;
+    return Status(StatusCode::kBadState, "Complete: token " + std::to_string(row) + " of layer " +
+                                             std::to_string(layer) + " of " + Name(receive.epoch) +
+                                             " was not stored; call Store first");
+  }
   for (int64_t row = part.first_row; row < end; ++row) {
     const auto first = to.head.begin() + row * heads;
-    std::fill_n(first + part.first_head, part.head_count, uint8_t{1});
-    const bool full = std::find(first, first + heads, uint8_t{0}) == first + heads;
+    std::fill_n(first + part.first_head, part.head_count, kCounts);
+    const bool full = std::all_of(first, first + heads, [](uint8_t x) { return x == kCounts; });
     to.rows += full - std::exchange(to.row[static_cast<size_t>(row)], full);
-    if (full) continue;
-    StoreRows(receive, layer, run, row - run);
-    run = row + 1;
   }
-  StoreRows(receive, layer, run, end - run);
-}
-
-void PendingReceives::StoreRows(Receive& receive, int64_t layer, int64_t first,
-                                int64_t count) noexcept {
-  if (count == 0) return;
-  QUIRE_DCHECK(first >= 0);
-  QUIRE_DCHECK(first + count <= receive.count);
-  const TransferLayer& of = LayerAt(layer);
-  QUIRE_DCHECK(of.pages != nullptr);
-  TokenSlots& slots = receive.slots[static_cast<size_t>(of.group)];
-  // Tiles are open already. Those of which all slots are written may be written as wholes.
-  for (int64_t row = first; row < first + count; ++row) {
-    const size_t i = static_cast<size_t>(row);
-    const size_t last = i + static_cast<size_t>(kTilePositions) - 1;
-    slots.opens_tile[i] = slots.targets[i].slot % kTilePositions == 0 &&
-                          static_cast<int64_t>(last) < first + count &&
-                          slots.targets[last].page == slots.targets[i].page;
-  }
-  const LayerKV rows = RowsOf(LayerOf(receive, layer).staging, first, count);
-  of.pages->StoreReceived(slots, of.layer, first, rows);
+  return Status();
 }
 
 Status PendingReceives::Fail(uint64_t epoch, const Status& why) {

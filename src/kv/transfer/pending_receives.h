@@ -1,17 +1,19 @@
-// PendingReceives: tokens that were reserved for a sender and are not committed yet: the staging
-// memory in which their layers arrive, and which parts of it are verified. Layers are of two kinds
-// (TransferLayer): those with rows of tokens, and those with a state. TransferReceiver says what
-// the parts of a state have to do with a reservation.
+// PendingReceives: tokens that were reserved for a sender and are not committed yet: which parts of
+// their layers have come, and which of them count. Layers are of two kinds (TransferLayer): those
+// with rows of tokens, and those with a state. TransferReceiver says what the parts of a state have
+// to do with a reservation.
 //
-// Bytes go to staging memory first. Rows go to pages from there, one by one, when all heads of a
-// row are verified; a state stays until its reservation is committed. So a page is written under
-// the lock alone and by its reservation's epoch alone, and is free for others as soon as the epoch
-// is over; what a channel still writes then is staging memory, which it holds itself.
+// Bytes go to staging memory first, a piece for each part. When they are verified, rows go from
+// there to their pages, whichever heads they are, and a state to memory of its reservation, until
+// that is committed; the piece is free then. They count when the sender's forward has ended. So a
+// page is written under the lock alone and by its reservation's epoch alone, and is free for others
+// as soon as the epoch is over; what a channel still writes then is staging memory, which it holds
+// itself.
 //
 // Invariants:
 // - An epoch names one reservation and is never used again; a sequence has at most one.
-// - For a layer with rows, `rows` counts the rows all of whose heads are verified; for a layer with
-//   a state, `rows` is 0 or the number of tokens before the verified state in staging memory.
+// - For a layer with rows, `rows` counts the rows all of whose heads count; for a layer with a
+//   state, `rows` is 0 or the number of tokens before the state that counts.
 //
 // A reservation starts in a page of its own, so nothing that a forward reads lies in a page that is
 // written here. Parts may come in any order: every tile of the slots is opened when they are
@@ -30,6 +32,7 @@
 #include <vector>
 
 #include "kv/plan/forward_plan.h"
+#include "kv/transfer/staging_memory.h"
 #include "quire/kv_transfer.h"
 #include "quire/tensor.h"
 
@@ -38,10 +41,11 @@ namespace quire {
 // Where the rows of a part of a state go.
 class ReceivedRows {
  public:
-  // Moves rows [first, first + rows.k.dim(0)) of a reservation to their pages; the slots'
-  // opens_tile are 1 where all of a tile is among them. `layer` is the part's number of it.
-  virtual void StoreReceived(const TokenSlots& slots, int64_t layer, int64_t first,
-                             const LayerKV& rows) noexcept = 0;
+  // Copies a part of a reservation to its pages; rows are [part.count, part.head_count, dim].
+  // `layer` is the part's number of it. The slots' opens_tile are 1 where the part has all of a
+  // tile. is_there[row * heads + head] != 0: that one is in its page already.
+  virtual void StoreReceived(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
+                             const LayerKV& rows, std::span<const uint8_t> is_there) noexcept = 0;
 
  protected:
   ~ReceivedRows() = default;
@@ -111,25 +115,29 @@ class PendingReceives {
   void AppendFacts(std::vector<int64_t>* facts) const;
 
   Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part);
-  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest);
+  Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part, const ReceiveView& view,
+               uint32_t digest);
+  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part);
+  Status SetStagingLimit(int64_t bytes);
+  StagingUse staging() const { return staging_->use(); }
   Status Fail(uint64_t epoch, const Status& why);
   Result<ReceiveProgress> Progress(uint64_t epoch) const;
   Status Wait(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const;
 
   struct Layer {
-    LayerKV staging;            // [count, heads, dim]; of a state [1, 1, elements]
-    std::vector<uint8_t> head;  // [row][head], 1: verified; empty of a state
-    std::vector<uint8_t> row;   // [row], 1: all heads are verified; empty of a state
+    TensorView state;           // [1, 1, elements] of a state, in `states`
+    std::vector<uint8_t> head;  // [row][head] of rows: kAbsent, kStored or kCounts
+    std::vector<uint8_t> row;   // [row] of rows, 1: all heads count
     int64_t rows = 0;           // see the invariants above
-    int64_t viewed = -1;        // of a state: the row that was viewed last
+    int64_t stored = -1;        // of a state: the row whose state it is
   };
   struct Receive {
     uint64_t epoch = 0;
     int64_t seq_id = -1;
     int64_t first_position = 0;
     int64_t count = 0;
-    std::vector<TokenSlots> slots;  // [group]
-    std::shared_ptr<std::byte[]> memory;
+    std::vector<TokenSlots> slots;        // [group]
+    std::unique_ptr<std::byte[]> states;  // memory of theirs
     std::vector<Layer> layers;
     Status failure;
   };
@@ -145,19 +153,18 @@ class PendingReceives {
   static Layer& LayerOf(Receive& receive, int64_t layer) {
     return receive.layers[static_cast<size_t>(layer)];
   }
-  void CompleteRows(Receive& receive, int64_t layer, const ReceivePart& part) noexcept;
-  void StoreRows(Receive& receive, int64_t layer, int64_t first, int64_t count) noexcept;
+  void StoreRows(Receive& receive, int64_t layer, const ReceivePart& part,
+                 const LayerKV& rows) noexcept;
+  Status CompleteRows(Receive& receive, int64_t layer, const ReceivePart& part);
 
   const std::vector<TransferLayer> layers_;
+  const std::shared_ptr<StagingMemory> staging_ = std::make_shared<StagingMemory>();
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   uint64_t next_epoch_ = 1;
   std::vector<std::shared_ptr<Receive>> receives_;
 };
-
-// Rows [first, first + count) of contiguous tensors [n, heads, dim].
-LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count);
 
 // Contiguous tensors of `count` tokens of a layer, one behind the other in `memory`, which holds
 // LayerBytes of it.

@@ -49,9 +49,17 @@ Result<ReceiveView> TransferCalls::View(uint64_t epoch, int64_t layer, const Rec
   return GuardEntry([&] { return receiver_.receives().View(epoch, layer, part); });
 }
 
-Status TransferCalls::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
-                               uint32_t digest) {
-  return GuardEntry([&] { return receiver_.receives().Complete(epoch, layer, part, digest); });
+Status TransferCalls::Store(uint64_t epoch, int64_t layer, const ReceivePart& part,
+                            const ReceiveView& view, uint32_t digest) {
+  return GuardEntry([&] { return receiver_.receives().Store(epoch, layer, part, view, digest); });
+}
+
+Status TransferCalls::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) {
+  return GuardEntry([&] { return receiver_.receives().Complete(epoch, layer, part); });
+}
+
+Status TransferCalls::SetStagingLimit(int64_t bytes) {
+  return GuardEntry([&] { return receiver_.receives().SetStagingLimit(bytes); });
 }
 
 Status TransferCalls::FailReceive(uint64_t epoch, const Status& why) {

@@ -30,10 +30,14 @@ class TransferCalls : public KVTransfer {
   Status DisaggCancelRecv(uint64_t epoch) final;
 
   Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) final;
-  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part, uint32_t digest) final;
+  Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part, const ReceiveView& view,
+               uint32_t digest) final;
+  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) final;
   Status FailReceive(uint64_t epoch, const Status& why) final;
   Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const final;
   Status WaitReceived(uint64_t epoch, int64_t n, Clock& clock, int64_t until_ns) const final;
+  StagingUse staging() const final { return receiver_.receives().staging(); }
+  Status SetStagingLimit(int64_t bytes) final;
 
   Status SetLayerSink(std::shared_ptr<LayerSink> sink) final;
   Status DisaggMarkSend(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,

@@ -1,4 +1,5 @@
 // What both ends of a transfer do with rows and maps: quire/kv_transfer.h.
+#include <algorithm>
 #include <cstring>
 
 #include "base/check.h"
@@ -39,6 +40,22 @@ uint32_t DigestOfHeads(const LayerKV& rows, int64_t first_head, int64_t head_cou
       crc = Crc32c(HeadOf(tensor, row, first_head), HeadBytes(tensor, head_count), crc);
   });
   return crc;
+}
+
+LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count) {
+  const auto part = [&](const TensorView& all) {
+    if (all.rank() == 0) return all;
+    QUIRE_DCHECK(first >= 0 && count <= all.dim(0) - first);
+    int64_t shape[TensorView::kMaxRank];
+    std::ranges::copy(all.shape(), shape);
+    shape[0] = count;
+    return TensorView(all.data_as<std::byte>() + first * all.stride(0) * DTypeBytes(all.dtype()),
+                      all.dtype(), std::span<const int64_t>(shape, all.shape().size()));
+  };
+  return {.k = part(rows.k),
+          .v = part(rows.v),
+          .k_scale = part(rows.k_scale),
+          .v_scale = part(rows.v_scale)};
 }
 
 void CopyHeads(const LayerKV& from, int64_t from_head, const LayerKV& to, int64_t to_head,

@@ -3,6 +3,8 @@
 #ifndef QUIRE_TRANSFER_TESTING_TEST_RECEIVER_H_
 #define QUIRE_TRANSFER_TESTING_TEST_RECEIVER_H_
 
+#include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -10,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
 
 #include "base/check.h"
@@ -56,17 +59,17 @@ inline TestRows RowsOfLayer(int64_t layer, int64_t rows) {
 class TestReceiver final : public KVTransfer {
  public:
   struct Reservation {
-    std::vector<std::shared_ptr<TestRows>> staging;  // [layer]
-    std::vector<TestRows> pages;                     // [layer]
-    std::vector<std::vector<int>> heads;             // [layer][row]: bits of those that count
+    std::vector<TestRows> pages;           // [layer]
+    std::vector<std::vector<int>> stored;  // [layer][row]: bits of those that are in their page
+    std::vector<std::vector<int>> heads;   // [layer][row]: bits of those that count
     Status failure;
   };
 
   ReceiveMap Reserve(int64_t rows) {
     Reservation made;
     for (int64_t layer = 0; layer < kTestLayers; ++layer) {
-      made.staging.push_back(std::make_shared<TestRows>(rows));
       made.pages.emplace_back(rows);
+      made.stored.emplace_back(static_cast<size_t>(rows), 0);
       made.heads.emplace_back(static_cast<size_t>(rows), 0);
     }
     const std::lock_guard lock(mutex_);
@@ -117,24 +120,60 @@ class TestReceiver final : public KVTransfer {
     const auto found = open.find(epoch);
     if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
     QUIRE_RETURN_IF_ERROR(Check(found->second, layer, part));
-    SetHeads(&found->second, layer, part, false);
-    const auto& staging = found->second.staging[static_cast<size_t>(layer)];
-    return ReceiveView{.rows = staging->View(part.first_row, part.count), .memory = staging};
+    const int64_t elements = part.count * part.head_count * kTestDim;
+    const int64_t bytes = elements * (4 + 2);
+    if (bytes > use_->limit) return Status(StatusCode::kTooLarge, "raise staging_bytes");
+    if (bytes > use_->limit - use_->held) return Status(StatusCode::kFull, "no room");
+    use_->held += bytes;
+    use_->largest = std::max(use_->largest, use_->held.load());
+    const std::shared_ptr<std::byte[]> memory(new std::byte[static_cast<size_t>(bytes)],
+                                              [use = use_, bytes](std::byte* held) {
+                                                delete[] held;
+                                                use->held -= bytes;
+                                              });
+    const int64_t shape[] = {part.count, part.head_count, kTestDim};
+    return ReceiveView{
+        .rows = {.k = TensorView(memory.get(), DType::kF32, std::span(shape)),
+                 .v = TensorView(memory.get() + elements * 4, DType::kF16, std::span(shape))},
+        .memory = memory};
   }
-  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part,
-                  uint32_t digest) override {
+  StagingUse staging() const override {
+    const std::lock_guard lock(mutex_);
+    return {.limit = use_->limit, .held = use_->held, .largest = use_->largest};
+  }
+  Status SetStagingLimit(int64_t bytes) override {
+    use_->limit = bytes;
+    return Status();
+  }
+  Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part, const ReceiveView& view,
+               uint32_t digest) override {
     const std::lock_guard lock(mutex_);
     const auto found = open.find(epoch);
     if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
     Reservation& reservation = found->second;
-    TestRows& staging = *reservation.staging[static_cast<size_t>(layer)];
-    const LayerKV rows = staging.View(part.first_row, part.count);
-    if (DigestOfHeads(rows, part.first_head, part.head_count) != digest)
+    QUIRE_RETURN_IF_ERROR(Check(reservation, layer, part));
+    if (DigestOfHeads(view.rows, 0, part.head_count) != digest)
       return Status(StatusCode::kCorrupt, "another digest");
-    CopyHeads(rows, part.first_head,
+    CopyHeads(view.rows, 0,
               reservation.pages[static_cast<size_t>(layer)].View(part.first_row, part.count),
               part.first_head, part.head_count);
-    SetHeads(&reservation, layer, part, true);
+    SetHeads(&reservation.stored[static_cast<size_t>(layer)], part, true);
+    SetHeads(&reservation.heads[static_cast<size_t>(layer)], part, false);
+    return Status();
+  }
+  Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) override {
+    const std::lock_guard lock(mutex_);
+    const auto found = open.find(epoch);
+    if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
+    Reservation& reservation = found->second;
+    std::vector<int> due(reservation.pages[0].v.size(), 0);
+    SetHeads(&due, part, true);
+    for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
+      const auto at = static_cast<size_t>(row);
+      const int stored = reservation.stored[static_cast<size_t>(layer)][at];
+      QUIRE_CHECK((stored & due[at]) == due[at]) << "row " << row << " counts without being there";
+    }
+    SetHeads(&reservation.heads[static_cast<size_t>(layer)], part, true);
     changed_.notify_all();
     return Status();
   }
@@ -180,9 +219,9 @@ class TestReceiver final : public KVTransfer {
                       part.first_head + part.head_count <= kTestHeads;
     return fits ? Status() : Status(StatusCode::kBadArgument, "no part of the reservation");
   }
-  static void SetHeads(Reservation* reservation, int64_t layer, const ReceivePart& part, bool on) {
+  static void SetHeads(std::vector<int>* rows, const ReceivePart& part, bool on) {
     for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
-      int& heads = reservation->heads[static_cast<size_t>(layer)][static_cast<size_t>(row)];
+      int& heads = (*rows)[static_cast<size_t>(row)];
       for (int64_t head = part.first_head; head < part.first_head + part.head_count; ++head)
         heads = on ? heads | 1 << head : heads & ~(1 << head);
     }
@@ -202,8 +241,15 @@ class TestReceiver final : public KVTransfer {
   Status DisaggFlushSend(int64_t) override { return Unused(); }
   Result<SendProgress> GetSendProgress(int64_t) const override { return Unused(); }
 
+  struct Use {
+    std::atomic<int64_t> limit = StagingUse::kLimitDefault;
+    std::atomic<int64_t> held = 0;
+    int64_t largest = 0;
+  };
+
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
+  const std::shared_ptr<Use> use_ = std::make_shared<Use>();
 };
 
 }  // namespace quire

@@ -242,6 +242,7 @@ TEST(KVChannel, ReceiversShareTheHeadsOfOneSender) {
   }
   // And back: two senders, each with half of the heads, fill one receiver. A row counts when both
   // have sent it.
+  constexpr int64_t kStaging = 1000;  // some rows of a layer, and not all
   ASSERT_TRUE(whole->AddSequence(1).ok());
   ReceiveMap back = *whole->transfer()->DisaggPrepareRecv(1, 41);
   const auto other = CreateLocalChannel();
@@ -250,7 +251,11 @@ TEST(KVChannel, ReceiversShareTheHeadsOfOneSender) {
     AttentionKVCache& cache = *halves[static_cast<size_t>(rank)];
     ASSERT_TRUE(cache.transfer()->SetLayerSink(other).ok());
     ASSERT_TRUE(cache.transfer()->DisaggMarkSend(7, 0, std::span(&back, 1), 5, rank).ok());
+    ASSERT_TRUE(whole->transfer()->SetStagingLimit(kStaging).ok());
     ASSERT_TRUE(cache.transfer()->DisaggFlushSend(7).ok());
+    EXPECT_LE(whole->transfer()->staging().largest, kStaging);
+    EXPECT_GT(whole->transfer()->staging().largest, 0);
+    EXPECT_EQ(whole->transfer()->staging().held, 0);
     const auto rows = whole->transfer()->GetReceiveProgress(back.epoch)->layer_rows;
     EXPECT_EQ(rows, std::vector<int64_t>(half.size(), rank == 0 ? 0 : 40));
   }
@@ -376,8 +381,9 @@ TEST(KVChannel, LateWritesOfAnOldEpochReachNobody) {
   // The view is still memory, but nobody's.
   const uint32_t digest = DigestOfHeads(late->rows, 0, 2);
   std::fill_n(late->rows.k.data_as<float>(), 16 * 2 * 8, 1.5F);
-  EXPECT_EQ(pair.receiver->transfer()->Complete(old.epoch, 0, part, digest).code(),
+  EXPECT_EQ(pair.receiver->transfer()->Store(old.epoch, 0, part, *late, digest).code(),
             StatusCode::kNotFound);
+  EXPECT_EQ(pair.receiver->transfer()->Complete(old.epoch, 0, part).code(), StatusCode::kNotFound);
   Extend(*pair.sender, 0, Text(4, 4));
   EXPECT_EQ(pair.Sent().failure.code(), StatusCode::kNotFound);
   // The new reservation has heard of none of this; marked again, it is filled.

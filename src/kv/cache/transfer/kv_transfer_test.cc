@@ -98,16 +98,11 @@ Status Fill(KVTransfer& cache, uint64_t epoch, int64_t layer, const ReceivePart&
             float value) {
   const auto view = cache.View(epoch, layer, part);
   if (!view.ok()) return view.status();
-  for (const TensorView* tensor : {&view->rows.k, &view->rows.v}) {
-    for (int64_t row = 0; row < part.count; ++row) {
-      for (int64_t h = part.first_head; h < part.first_head + part.head_count; ++h) {
-        std::fill_n(tensor->data_as<float>() + row * tensor->stride(0) + h * tensor->stride(1),
-                    tensor->stride(1), value);
-      }
-    }
-  }
-  return cache.Complete(epoch, layer, part,
-                        DigestOfHeads(view->rows, part.first_head, part.head_count));
+  for (const TensorView* tensor : {&view->rows.k, &view->rows.v})
+    std::fill_n(tensor->data_as<float>(), tensor->element_count(), value);
+  const uint32_t digest = DigestOfHeads(view->rows, 0, part.head_count);
+  QUIRE_RETURN_IF_ERROR(cache.Store(epoch, layer, part, *view, digest));
+  return cache.Complete(epoch, layer, part);
 }
 
 // ---------------------------------------------------------------------- maps
@@ -300,9 +295,14 @@ TEST(KVTransfer, RowsCountWhenAllOfTheirHeadsAreThereInAnyOrder) {
   const Status status = transfer.DisaggCommitRecv(map.epoch, 13);
   EXPECT_EQ(status.code(), StatusCode::kBadState);
   EXPECT_NE(std::string(status.message()).find("token 12"), std::string::npos) << status.ToString();
-  // What is viewed again is not complete until it is completed again.
+  // What is stored again is not complete until it is completed again.
   const ReceivePart third{.first_row = 2, .count = 1, .first_head = 1, .head_count = 1};
-  ASSERT_TRUE(transfer.View(map.epoch, 1, third).ok());
+  const auto view = transfer.View(map.epoch, 1, third);
+  ASSERT_TRUE(view.ok());
+  std::fill_n(view->rows.k.data_as<float>(), 4, 8.0F);
+  std::fill_n(view->rows.v.data_as<float>(), 4, 8.0F);
+  EXPECT_EQ(rows(), (std::vector<int64_t>{20, 12}));
+  ASSERT_TRUE(transfer.Store(map.epoch, 1, third, *view, DigestOfHeads(view->rows, 0, 1)).ok());
   EXPECT_EQ(rows(), (std::vector<int64_t>{20, 11}));
   ASSERT_TRUE(fill(1, 2, 1, 0, 1, 4).ok());  // the other head, once more
   EXPECT_EQ(rows(), (std::vector<int64_t>{20, 11}));
@@ -339,7 +339,8 @@ TEST(KVTransfer, BadPartsAndDigestsAreRefused) {
                                   {0, 1, 0, 3},
                                   {0, 1, 2, 1}}) {
     EXPECT_EQ(transfer.View(map.epoch, 0, part).status().code(), StatusCode::kBadArgument);
-    EXPECT_EQ(transfer.Complete(map.epoch, 0, part, 0).code(), StatusCode::kBadArgument);
+    EXPECT_EQ(transfer.Store(map.epoch, 0, part, {}, 0).code(), StatusCode::kBadArgument);
+    EXPECT_EQ(transfer.Complete(map.epoch, 0, part).code(), StatusCode::kBadArgument);
   }
   const ReceivePart all{.first_row = 0, .count = 8, .first_head = 0, .head_count = 2};
   for (const int64_t layer : {-1, 2})
@@ -348,8 +349,13 @@ TEST(KVTransfer, BadPartsAndDigestsAreRefused) {
   ASSERT_TRUE(view.ok());
   std::fill_n(view->rows.k.data_as<float>(), 64, 1.0F);
   std::fill_n(view->rows.v.data_as<float>(), 64, 1.0F);
-  EXPECT_EQ(transfer.Complete(map.epoch, 0, all, DigestOfHeads(view->rows, 0, 2) ^ 1).code(),
-            StatusCode::kCorrupt);
+  const uint32_t digest = DigestOfHeads(view->rows, 0, 2);
+  EXPECT_EQ(transfer.Complete(map.epoch, 0, all).code(), StatusCode::kBadState);
+  ReceivePart seven = all;
+  seven.count = 7;
+  EXPECT_EQ(transfer.Store(map.epoch, 0, seven, *view, digest).code(), StatusCode::kBadArgument);
+  EXPECT_EQ(transfer.Store(map.epoch, 0, all, *view, digest ^ 1).code(), StatusCode::kCorrupt);
+  EXPECT_EQ(transfer.Complete(map.epoch, 0, all).code(), StatusCode::kBadState);
   EXPECT_EQ(transfer.GetReceiveProgress(map.epoch)->layer_rows, (std::vector<int64_t>{0, 0}));
   EXPECT_EQ(transfer.GetReceiveProgress(map.epoch)->failure.code(), StatusCode::kCorrupt);
   EXPECT_EQ(transfer.FailReceive(map.epoch, Status()).code(), StatusCode::kBadArgument);
@@ -357,7 +363,9 @@ TEST(KVTransfer, BadPartsAndDigestsAreRefused) {
   ASSERT_TRUE(transfer.FailReceive(map.epoch, Status(StatusCode::kUnavailable, "gone")).ok());
   EXPECT_EQ(transfer.GetReceiveProgress(map.epoch)->failure.code(), StatusCode::kCorrupt);
   // Sent again it is right, and the failure is history.
-  ASSERT_TRUE(transfer.Complete(map.epoch, 0, all, DigestOfHeads(view->rows, 0, 2)).ok());
+  ASSERT_TRUE(transfer.Store(map.epoch, 0, all, *view, digest).ok());
+  EXPECT_EQ(transfer.GetReceiveProgress(map.epoch)->layer_rows, (std::vector<int64_t>{0, 0}));
+  ASSERT_TRUE(transfer.Complete(map.epoch, 0, all).ok());
   ASSERT_TRUE(Fill(transfer, map.epoch, 1, all, 2).ok());
   EXPECT_TRUE(transfer.WaitReceived(map.epoch, 8, *MachineTime(), 0).ok());
   EXPECT_EQ(transfer.WaitReceived(map.epoch, 9, *MachineTime(), 0).code(),
@@ -411,6 +419,87 @@ TEST(KVTransfer, RowsOfATileComeInAnyOrder) {
   ASSERT_TRUE(cache->ExportKV(0, 0, 0, stored.view()).ok());
   for (int64_t i = 0; i < stored.v.count(); ++i)
     ASSERT_EQ(stored.v.Get(i), i < 15 * 8 ? 2.0F : 3.0F) << i;
+}
+
+// Pages take whole rows: heads that come by themselves leave the others as they are, whatever the
+// layout of the pages and in whatever order they come.
+TEST(KVTransfer, HeadsOfARowComeInAnyOrderAndSizes) {
+  for (const int64_t page_size : {16, 4, 5}) {
+    for (const DType dtype : {DType::kF32, DType::kI8, DType::kBF16}) {
+      SCOPED_TRACE(std::to_string(page_size) + " " + std::string(DTypeName(dtype)));
+      auto options = MakeOptions();
+      options.page_size = page_size;
+      options.layers = {{4, 4, 6, 5, dtype}};
+      const auto cache = MakeTestCache(options);
+      KVTransfer& transfer = *cache->transfer();
+      ASSERT_TRUE(cache->AddSequence(0).ok());
+      const ReceiveMap map = transfer.DisaggPrepareRecv(0, 40).value();
+      StoredRows due(options.layers[0], 40);
+      const auto fill = [&](const ReceivePart& part, uint8_t seed) {
+        const auto view = transfer.View(map.epoch, 0, part);
+        ASSERT_TRUE(view.ok()) << view.status().ToString();
+        uint8_t byte = seed;
+        for (const TensorView* t :
+             {&view->rows.k, &view->rows.v, &view->rows.k_scale, &view->rows.v_scale}) {
+          if (t->rank() == 0) continue;
+          // Below 0x40: finite in every dtype.
+          std::generate_n(t->data_as<uint8_t>(), t->element_count() * DTypeBytes(t->dtype()),
+                          [&] { return static_cast<uint8_t>((byte += 7) & 0x3f); });
+        }
+        CopyHeads(view->rows, 0, RowsOf(due.view(), part.first_row, part.count), part.first_head,
+                  part.head_count);
+        const uint32_t digest = DigestOfHeads(view->rows, 0, part.head_count);
+        ASSERT_TRUE(transfer.Store(map.epoch, 0, part, *view, digest).ok());
+        ASSERT_TRUE(transfer.Complete(map.epoch, 0, part).ok());
+      };
+      fill({.first_row = 7, .count = 33, .first_head = 2, .head_count = 2}, 1);
+      fill({.first_row = 0, .count = 40, .first_head = 0, .head_count = 1}, 2);
+      fill({.first_row = 0, .count = 20, .first_head = 0, .head_count = 4}, 3);
+      fill({.first_row = 3, .count = 37, .first_head = 1, .head_count = 1}, 4);
+      fill({.first_row = 18, .count = 1, .first_head = 1, .head_count = 3}, 5);
+      ASSERT_TRUE(transfer.DisaggCommitRecv(map.epoch, 40).ok());
+      const StoredRows stored(options.layers[0], 40);
+      ASSERT_TRUE(cache->ExportKV(0, 0, 0, stored.view()).ok());
+      EXPECT_TRUE(stored == due);
+    }
+  }
+}
+
+TEST(KVTransfer, ViewsHoldNoMoreThanTheStagingMemory) {
+  const auto cache = MakeTestCache(MakeOptions());
+  KVTransfer& transfer = *cache->transfer();
+  constexpr int64_t kRow = 2 * 4 * 4 * 2;  // heads, dimensions, float32, keys and values
+  EXPECT_EQ(transfer.staging().limit, StagingUse::kLimitDefault);
+  const Status less = transfer.SetStagingLimit(kRow - 1);
+  EXPECT_EQ(less.code(), StatusCode::kBadArgument);
+  EXPECT_NE(less.message().find("staging_bytes"), std::string::npos) << less.ToString();
+  ASSERT_TRUE(transfer.SetStagingLimit(8 * kRow).ok());
+  ASSERT_TRUE(cache->AddSequence(0).ok());
+  const ReceiveMap map = transfer.DisaggPrepareRecv(0, 40).value();
+  EXPECT_EQ(transfer.staging().held, 0);  // a reservation holds none
+  const auto rows = [](int64_t first, int64_t count) {
+    return ReceivePart{.first_row = first, .count = count, .first_head = 0, .head_count = 2};
+  };
+  const Status large = transfer.View(map.epoch, 0, rows(0, 9)).status();
+  EXPECT_EQ(large.code(), StatusCode::kTooLarge);
+  EXPECT_NE(large.message().find("raise staging_bytes"), std::string::npos) << large.ToString();
+  auto first = transfer.View(map.epoch, 0, rows(0, 5));
+  ASSERT_TRUE(first.ok());
+  EXPECT_EQ(transfer.staging().held, 5 * kRow);
+  EXPECT_EQ(transfer.View(map.epoch, 1, rows(0, 4)).status().code(), StatusCode::kFull);
+  const auto second = transfer.View(map.epoch, 1, rows(0, 3));
+  ASSERT_TRUE(second.ok());
+  // What is stored is held until the channel lets go, also behind the end of the reservation.
+  std::fill_n(first->rows.k.data_as<float>(), 5 * 8, 1.0F);
+  std::fill_n(first->rows.v.data_as<float>(), 5 * 8, 1.0F);
+  const uint32_t digest = DigestOfHeads(first->rows, 0, 2);
+  ASSERT_TRUE(transfer.Store(map.epoch, 0, rows(0, 5), *first, digest).ok());
+  EXPECT_EQ(transfer.staging().held, 8 * kRow);
+  first = Status(StatusCode::kNotFound, "");
+  EXPECT_EQ(transfer.staging().held, 3 * kRow);
+  ASSERT_TRUE(transfer.DisaggCancelRecv(map.epoch).ok());
+  EXPECT_EQ(transfer.staging().held, 3 * kRow);
+  EXPECT_EQ(transfer.staging().largest, 8 * kRow);
 }
 
 // A reservation behind a range that lies in as many pages as it may: the range is gathered first,
@@ -744,25 +833,30 @@ TEST(KVTransfer, EachAllocationMayFail) {
                        .first_head = 0,
                        .head_count = options.layers[static_cast<size_t>(layer)].num_kv_heads};
   };
-  std::array<uint32_t, 3> digests = {};
+  std::array<ReceiveView, 3> views = {};
   const auto written = [&] {
+    views = {};
     auto sender = build();
     epoch = sender->cache->transfer()->DisaggPrepareRecv(1, 9)->epoch;
     for (const int64_t layer : {0, 1, 2}) {
-      const auto view = sender->cache->transfer()->View(epoch, layer, part_of(layer));
+      ReceiveView& view = views[static_cast<size_t>(layer)];
+      view = *sender->cache->transfer()->View(epoch, layer, part_of(layer));
       for (const TensorView* t :
-           {&view->rows.k, &view->rows.v, &view->rows.k_scale, &view->rows.v_scale}) {
+           {&view.rows.k, &view.rows.v, &view.rows.k_scale, &view.rows.v_scale}) {
         if (t->rank() == 0) continue;
         std::fill_n(t->data_as<std::byte>(), t->element_count() * DTypeBytes(t->dtype()),
                     std::byte{0});
       }
-      digests[static_cast<size_t>(layer)] = DigestOfHeads(view->rows, 0, part_of(layer).head_count);
     }
     return sender;
   };
-  const auto complete = [&](Sender& sender, int64_t layer) {
-    return sender.cache->transfer()->Complete(epoch, layer, part_of(layer),
-                                              digests[static_cast<size_t>(layer)]);
+  const auto complete = [&](Sender& sender, int64_t layer) -> Status {
+    KVTransfer& transfer = *sender.cache->transfer();
+    const ReceivePart part = part_of(layer);
+    const ReceiveView& view = views[static_cast<size_t>(layer)];
+    const uint32_t digest = DigestOfHeads(view.rows, 0, part.head_count);
+    QUIRE_RETURN_IF_ERROR(transfer.Store(epoch, layer, part, view, digest));
+    return transfer.Complete(epoch, layer, part);
   };
   const auto receiving = [&] {
     auto sender = written();
