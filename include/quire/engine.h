@@ -153,7 +153,7 @@ enum class DocumentSearch : uint8_t {
 // What stands before the first document is the anchor; where nothing does, the model's begin token.
 // A document is known if the prefix cache holds anchor + document as a prompt's beginning. The
 // first document behind an anchor is such a beginning of the prompt itself, and exact; with a store
-// it is learnt as the others are, for what the store has of its end.
+// it is learnt, whatever `learn` says, for what the store has of its end.
 struct BlendRequest {
   std::vector<PromptDocument> documents;  // ascending, disjoint, none empty; none with `search`
   // force_last does not count: the prompt's last token is always computed. Prompts of fewer than

@@ -443,21 +443,23 @@ class EngineBlendTails : public EngineBlend {
     asked.prompt.insert(asked.prompt.end(), question.begin(), question.end());
     return asked;
   }
-  std::vector<std::shared_ptr<ChunkStore>> Stores() const {
-    const Question first = AskAbout({0, 2, 1}, question_);
-    const auto asked = [&](double ratio, DocumentLearning learn) {
-      return StoreOf(
-          [&](Engine* engine) { Generate(engine, first.prompt, Blend(first, ratio, learn)); });
-    };
-    const Lesson prepare = [&](Engine* engine) {  // as Engine.prepare of Python does
+  std::shared_ptr<ChunkStore> Prepared() const {  // as Engine.prepare of Python does
+    return StoreOf([&](Engine* engine) {
       for (const size_t i : {0, 1, 2}) {
         const Question alone = AskAbout({i}, {});
         SamplingOptions options = Blend(alone, 1.0, DocumentLearning::kOff);
         options.max_tokens = 0;
         Generate(engine, alone.prompt, options);
       }
+    });
+  }
+  std::vector<std::shared_ptr<ChunkStore>> Stores() const {
+    const Question first = AskAbout({0, 2, 1}, question_);
+    const auto asked = [&](double ratio, DocumentLearning learn) {
+      return StoreOf(
+          [&](Engine* engine) { Generate(engine, first.prompt, Blend(first, ratio, learn)); });
     };
-    return {StoreOf(prepare), asked(0.15, DocumentLearning::kFirst),
+    return {Prepared(), asked(0.15, DocumentLearning::kFirst),
             asked(1.0, DocumentLearning::kFirst), asked(0.15, DocumentLearning::kIdle)};
   }
 
@@ -496,6 +498,32 @@ TEST_P(EngineBlendTails, ComeOutOfTheStore) {
                 Full(question.prompt, Exact()));
     }
   }
+}
+
+// The prompt's own beginning costs nobody a computation, so the store is asked for all of it where
+// nothing else is learnt before, and where the documents are found.
+TEST_P(EngineBlendTails, OfTheOwnBeginningComeWhateverIsLearnt) {
+  const auto store = Prepared();
+  const Question question = AskAbout({1, 2, 0}, question_);
+  const int64_t own_end = question.documents.front().end;
+  for (const DocumentLearning learn : {DocumentLearning::kOff, DocumentLearning::kIdle}) {
+    const auto engine = Attached(store, false);
+    const Outcome outcome = Generate(engine.get(), question.prompt, Blend(question, 0.15, learn));
+    EXPECT_EQ(outcome.blend->exact_tokens, own_end);
+    EXPECT_EQ(outcome.blend->moved_tokens, 0);
+    EXPECT_EQ(outcome.blend->learned_tokens, 1) << "the last one, for the logits behind it";
+    EXPECT_EQ(outcome.bits, Full(question.prompt, Exact()));
+  }
+  const auto engine = Attached(store, false);
+  const Result<int64_t> named =
+      engine->Submit(question.prompt, Blend(question, 0.15, DocumentLearning::kOff));
+  ASSERT_TRUE(named.ok());
+  ASSERT_TRUE(engine->Cancel(*named).ok()) << "the names stay, and nothing was computed";
+  const Outcome found = Generate(engine.get(), question.prompt, Searching(0.15));
+  EXPECT_EQ(found.blend->documents, 2);
+  EXPECT_EQ(found.blend->exact_tokens, own_end);
+  EXPECT_EQ(found.blend->moved_tokens, question.documents.back().end - own_end);
+  EXPECT_LE(found.blend->learned_tokens, 3);
 }
 
 TEST(EngineBlendRefusals, NameWhatIsWrongAndChangeNothing) {

@@ -142,15 +142,17 @@ std::string BlendRecipe(const BlendRequest& request, std::span<const FoundDocume
 
 BlendPlan::BlendPlan(const ModelInfo& model, std::span<const int32_t> prompt,
                      const BlendRequest& request, std::vector<FoundDocument> found,
-                     int64_t piece_max)
+                     int64_t piece_max, int64_t found_own_end)
     : request_(request),
       found_(std::move(found)),
+      own_end_(found_own_end),
       prompt_tokens_(static_cast<int64_t>(prompt.size())),
       bos_token_(model.bos_token_id),
       layer_count_(static_cast<int64_t>(model.layers.size())) {
   if (found_.empty()) {
     const auto movable = MovableDocuments(request_.documents);
     movable_.assign(movable.begin(), movable.end());
+    if (movable_.size() < request_.documents.size()) own_end_ = request_.documents.front().end;
   }
   for (const FoundDocument& document : found_) movable_.push_back({document.begin, document.end});
   document_count_ = std::ssize(found_.empty() ? request_.documents : movable_);
@@ -160,12 +162,6 @@ BlendPlan::BlendPlan(const ModelInfo& model, std::span<const int32_t> prompt,
 
 int64_t BlendPlan::begin() const {
   return pieces_.empty() ? prompt_tokens_ : pieces_.front().begin;
-}
-
-int64_t BlendPlan::own_end() const {
-  const std::span<const PromptDocument> documents = request_.documents;
-  const bool is_moved = MovableDocuments(documents).size() == documents.size();
-  return is_moved ? 0 : documents.front().end;
 }
 
 bool BlendPlan::FindPiece(int64_t position, Found* found) const {

@@ -31,9 +31,10 @@ std::string BlendRecipe(const BlendRequest& request, std::span<const FoundDocume
 
 class BlendPlan {
  public:
-  // `found`: of a request that searches. REQUIRES: CheckBlend is ok.
+  // `found`: of a request that searches, and where the known document ends that is its own
+  // beginning. REQUIRES: CheckBlend is ok.
   BlendPlan(const ModelInfo& model, std::span<const int32_t> prompt, const BlendRequest& request,
-            std::vector<FoundDocument> found, int64_t piece_max);
+            std::vector<FoundDocument> found, int64_t piece_max, int64_t found_own_end = 0);
 
   const BlendRequest& request() const { return request_; }
   const BlendOptions& options() const { return request_.options; }
@@ -41,9 +42,9 @@ class BlendPlan {
   std::span<const PromptDocument> movable() const { return movable_; }
   // Before it no token is approximate; the prompt's end if there is no piece.
   int64_t begin() const;
-  // Where the named document ends that stands right behind the anchor: the prompt's own beginning,
-  // which is not moved. 0 if there is none.
-  int64_t own_end() const;
+  // Where the document ends, named or found, that stands right behind the anchor: the prompt's own
+  // beginning, which is not moved. 0 if there is none.
+  int64_t own_end() const { return own_end_; }
   // The piece that begins at the position; a beginning of it is there where the sequence has more
   // exact tokens. Null: the position is in no piece.
   struct Found {
@@ -62,26 +63,29 @@ class BlendPlan {
   struct Chain {
     std::vector<int32_t> tokens;
     int64_t anchor_tokens = 0;
+    bool is_own = false;  // the prompt's own beginning
   };
   // For a document that the request names.
   Chain ChainOf(std::span<const int32_t> prompt, const PromptDocument& document) const;
   // For movable()[index].
   Chain MovableChain(std::span<const int32_t> prompt, size_t index) const;
 
-  // Those that are to be learnt, but for what `knows(chain)` says is known; `with_own`: also the
-  // prompt's own beginning. What is found from its middle on is used as far as it is held: to
-  // compute what stands before it would be more than it saves.
+  // Those that are to be learnt, but for what `knows(tokens)` says is known; `with_own`: also the
+  // prompt's own beginning, whatever is learnt. What is found from its middle on is used as far as
+  // it is held: to compute what stands before it would be more than it saves.
   template <typename F>
-  std::vector<std::vector<int32_t>> Unknown(std::span<const int32_t> prompt, bool with_own,
-                                            F&& knows) const {
-    std::vector<std::vector<int32_t>> chains;
-    if (request_.learn == DocumentLearning::kOff) return chains;
+  std::vector<Chain> Unknown(std::span<const int32_t> prompt, bool with_own, F&& knows) const {
+    std::vector<Chain> chains;
     const auto add = [&](Chain chain) {
       const bool is_repeated =
-          std::find(chains.begin(), chains.end(), chain.tokens) != chains.end();
-      if (!is_repeated && !knows(chain.tokens)) chains.push_back(std::move(chain.tokens));
+          std::any_of(chains.begin(), chains.end(),
+                      [&](const Chain& other) { return other.tokens == chain.tokens; });
+      if (!is_repeated && !knows(chain.tokens)) chains.push_back(std::move(chain));
     };
-    if (with_own && own_end() > 0) add(ChainOf(prompt, request_.documents.front()));
+    if (with_own && own_end_ > 0) {
+      add({.tokens = {prompt.begin(), prompt.begin() + own_end_}, .is_own = true});
+    }
+    if (request_.learn == DocumentLearning::kOff) return chains;
     for (size_t i = 0; i < movable_.size() && !pieces_.empty(); ++i) {
       if (found_.empty() || BeginsWithDocument(found_[i])) add(MovableChain(prompt, i));
     }
@@ -101,6 +105,7 @@ class BlendPlan {
   std::vector<FoundDocument> found_;  // [movable document]; empty: the request names them
   std::vector<PromptDocument> movable_;
   int64_t document_count_;
+  int64_t own_end_;
   int64_t prompt_tokens_;
   int64_t bos_token_;
   int64_t layer_count_;

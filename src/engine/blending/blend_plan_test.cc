@@ -129,7 +129,8 @@ TEST(BlendPlan, TheOwnBeginningIsLearntWhereThatIsAskedFor) {
     const BlendPlan plan(Model(), prompt, *options.blend, {}, 40);
     std::vector<int64_t> sizes;
     for (const auto& chain : plan.Unknown(prompt, with_own, [](const auto&) { return false; })) {
-      sizes.push_back(std::ssize(chain));
+      sizes.push_back(std::ssize(chain.tokens));
+      EXPECT_EQ(chain.is_own, with_own && sizes.size() == 1);
     }
     return sizes;
   };
@@ -138,13 +139,22 @@ TEST(BlendPlan, TheOwnBeginningIsLearntWhereThatIsAskedFor) {
   EXPECT_EQ(unknown(options, false), (std::vector<int64_t>{5 + 28}));
   EXPECT_EQ(unknown(options, true), (std::vector<int64_t>{12, 5 + 28}));
   options.blend->learn = DocumentLearning::kOff;
-  EXPECT_EQ(unknown(options, true), std::vector<int64_t>{});
+  EXPECT_EQ(unknown(options, false), std::vector<int64_t>{});
+  EXPECT_EQ(unknown(options, true), std::vector<int64_t>{12}) << "it is computed in any case";
   // A prompt of one document has no pieces.
   EXPECT_EQ(unknown(Blending({{5, 12}}), true), std::vector<int64_t>{12});
   // Without an anchor the first document, too, is moved.
   options = Blending({{0, 12}, {12, 40}});
   EXPECT_EQ(BlendPlan(Model(), prompt, *options.blend, {}, 40).own_end(), 0);
-  EXPECT_EQ(unknown(options, true), unknown(options, false));
+  EXPECT_EQ(std::ssize(unknown(options, false)), 2);
+  // A search says where its own one ends.
+  BlendRequest search;
+  search.search = DocumentSearch::kAnchored;
+  const BlendPlan found(Model(), prompt, search, {}, 40, 33);
+  EXPECT_EQ(found.own_end(), 33);
+  const auto own = found.Unknown(prompt, true, [](const auto&) { return false; });
+  ASSERT_EQ(own.size(), 1U);
+  EXPECT_EQ(own[0].tokens, std::vector<int32_t>(prompt.begin(), prompt.begin() + 33));
 }
 
 TEST(BlendPlan, FoundDocumentsAreMovedFromWhereTheyAreKnown) {
@@ -168,7 +178,8 @@ TEST(BlendPlan, FoundDocumentsAreMovedFromWhereTheyAreKnown) {
             (std::vector<int32_t>{known.begin(), known.begin() + 23}));
   // Nobody computes what stands before a part for its sake.
   const auto unknown = plan.Unknown(prompt, false, [](const auto&) { return false; });
-  EXPECT_EQ(unknown, (std::vector<std::vector<int32_t>>{{known.begin(), known.begin() + 23}}));
+  ASSERT_EQ(unknown.size(), 1U);
+  EXPECT_EQ(unknown[0].tokens, std::vector<int32_t>(known.begin(), known.begin() + 23));
   const BlendPlan nothing(Model(), prompt, request, {}, 40);
   EXPECT_EQ(nothing.begin(), 80);
   EXPECT_EQ(nothing.Usage().documents, 0);

@@ -120,9 +120,10 @@ class DocumentIndex::Search {
     for (int64_t i = 0; i < chunk_; ++i) highest_ *= kBase;
   }
 
-  std::vector<FoundDocument> Run(int64_t count_max) {
-    std::vector<FoundDocument> all;
-    if (salt_ == index_.salts_.end()) return all;
+  Findings Run(int64_t count_max) {
+    Findings findings;
+    std::vector<FoundDocument>& all = findings.documents;
+    if (salt_ == index_.salts_.end()) return findings;
     int64_t free_from = 0;  // what is before it was found
     bool has_hash = false;
     uint64_t hash = 0;  // of the chunk that begins at `at`
@@ -133,7 +134,11 @@ class DocumentIndex::Search {
       }
       const std::optional<Match> match = BestAt(at, free_from, hash);
       if (match) {
-        if (!IsOwnBeginning(*match)) all.push_back(Found(*match));
+        if (!IsOwnBeginning(*match)) {
+          all.push_back(Found(*match));
+        } else if (match->end == std::ssize(*match->document->chain)) {
+          findings.own_end = match->end;
+        }
         at = free_from = match->end;
         has_hash = false;
         continue;
@@ -141,7 +146,7 @@ class DocumentIndex::Search {
       if (at + chunk_ < tokens_) hash = Rolled(hash, at);
       ++at;
     }
-    return all;
+    return findings;
   }
 
  private:
@@ -223,9 +228,9 @@ class DocumentIndex::Search {
   std::map<const Document*, bool> has_anchor_;
 };
 
-std::vector<FoundDocument> DocumentIndex::Find(const std::string& salt,
-                                               std::span<const int32_t> prompt,
-                                               DocumentSearch search, int64_t count_max) {
+DocumentIndex::Findings DocumentIndex::Find(const std::string& salt,
+                                            std::span<const int32_t> prompt, DocumentSearch search,
+                                            int64_t count_max) {
   QUIRE_CHECK(search != DocumentSearch::kOff);
   return Search(this, salt, prompt, search).Run(count_max);
 }

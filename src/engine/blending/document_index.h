@@ -53,13 +53,16 @@ class DocumentIndex {
   // nothing has changed but what gave way. REQUIRES: 0 <= anchor_tokens <= chain.size().
   void Add(const std::string& salt, std::span<const int32_t> chain, int64_t anchor_tokens);
 
+  struct Findings {
+    std::vector<FoundDocument> documents;
+    int64_t own_end = 0;  // of a whole document that is the prompt's own beginning; 0: none is
+  };
   // Ascending and disjoint, at most `count_max`: from left to right the longest part of a known
   // document that has a whole chunk from the leftmost place on; of equally long ones the one that
   // was named first. Parts that are the prompt's own beginning, anchor and all, are none: prefix
   // caches have them as they are. std::bad_alloc.
-  std::vector<FoundDocument> Find(const std::string& salt, std::span<const int32_t> prompt,
-                                  DocumentSearch search,
-                                  int64_t count_max = SamplingOptions::kBlendDocumentsMax);
+  Findings Find(const std::string& salt, std::span<const int32_t> prompt, DocumentSearch search,
+                int64_t count_max = SamplingOptions::kBlendDocumentsMax);
 
   int64_t document_count() const { return static_cast<int64_t>(by_use_.size()); }
   int64_t salt_count() const { return static_cast<int64_t>(salts_.size()); }  // that have documents

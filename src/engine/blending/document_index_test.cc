@@ -33,7 +33,7 @@ std::vector<Part> Search(DocumentIndex* index, const Tokens& prompt,
                          DocumentSearch search = DocumentSearch::kAnywhere,
                          const std::string& salt = "") {
   std::vector<Part> parts;
-  for (const FoundDocument& found : index->Find(salt, prompt, search)) {
+  for (const FoundDocument& found : index->Find(salt, prompt, search).documents) {
     parts.push_back({found.begin, found.end, found.from, *found.chain});
     EXPECT_TRUE(std::equal(prompt.begin() + found.begin, prompt.begin() + found.end,
                            found.chain->begin() + found.from))
@@ -98,6 +98,12 @@ TEST(DocumentIndex, WhatAPromptBeginsWithIsNoPart) {
   index.Add("", chain, 2);
   const Tokens prompt = Joined({chain, {1, 2, 3, 4, 5}});
   EXPECT_EQ(Search(&index, prompt), (std::vector<Part>{{7, 12, 2, chain}}));
+  const auto own_end = [&](const Tokens& tokens) {
+    return index.Find("", tokens, DocumentSearch::kAnywhere).own_end;
+  };
+  EXPECT_EQ(own_end(prompt), 7);
+  EXPECT_EQ(own_end({70, 71, 1, 2, 3, 4, 9}), 0) << "not to its end";
+  EXPECT_EQ(own_end({70, 72, 1, 2, 3, 4, 5}), 0) << "behind other tokens";
   // At the same place behind other tokens it is one.
   EXPECT_EQ(Search(&index, {70, 72, 1, 2, 3, 4, 5}), (std::vector<Part>{{2, 7, 2, chain}}));
 }
@@ -333,7 +339,7 @@ TEST(DocumentIndex, RefusedAllocationsLeaveItWhole) {
   const Tokens prompt = Joined({{9}, b, a});
   RefuseEach("find", StatusCode::kOk, [&] {
     return GuardEntry([&]() -> Status {
-      EXPECT_EQ(index.Find("", prompt, DocumentSearch::kAnchored).size(), 2U);
+      EXPECT_EQ(index.Find("", prompt, DocumentSearch::kAnchored).documents.size(), 2U);
       return {};
     });
   });

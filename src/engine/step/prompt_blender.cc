@@ -27,11 +27,11 @@ void PromptBlender::Plan(Request* request, std::span<const int32_t> prompt) {
   QUIRE_CHECK(request->blend == nullptr) << "request " << request->id << " is planned twice";
   const BlendRequest& blend = *request->options.blend;
   const std::string& salt = request->space.salt;
-  std::vector<FoundDocument> found;
+  DocumentIndex::Findings found;
   if (blend.search != DocumentSearch::kOff) found = index_.Find(salt, prompt, blend.search);
-  request->space.recipe = BlendRecipe(blend, found, parts_.piece_max);
-  request->blend =
-      std::make_unique<BlendPlan>(model(), prompt, blend, std::move(found), parts_.piece_max);
+  request->space.recipe = BlendRecipe(blend, found.documents, parts_.piece_max);
+  request->blend = std::make_unique<BlendPlan>(model(), prompt, blend, std::move(found.documents),
+                                               parts_.piece_max, found.own_end);
   for (const PromptDocument& document : blend.documents) {
     const BlendPlan::Chain chain = request->blend->ChainOf(prompt, document);
     index_.Add(salt, chain.tokens, chain.anchor_tokens);
@@ -103,7 +103,8 @@ PrefixSpace PromptBlender::LearnerSpace(const Request& request,
 // A prompt of its own for each document that is not known: its KV is computed behind the anchor, or
 // comes from the store, and is kept and stored like that of any prompt. The prompt's own beginning
 // needs one only for its tail chunk: the prompt goes on behind it, so neither asks the store for
-// that chunk nor gives it to the store.
+// that chunk nor gives it to the store. It has one also where nothing is learnt before: its tokens
+// are the prompt's own, which takes them from there.
 std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request& request) {
   std::vector<std::unique_ptr<Request>> learners;
   const auto knows = [&](std::span<const int32_t> chain) {
@@ -121,8 +122,10 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
   };
   const int64_t own_end = request.blend->own_end();
   const bool with_own = own_end < request.prompt_tokens && parts_.store->EndsInTail(own_end);
-  for (const std::vector<int32_t>& chain : request.blend->Unknown(prompt, with_own, knows)) {
-    if (is_idle && is_to_be_learnt(chain, LearnerSpace(request, chain))) continue;
+  for (const BlendPlan::Chain& document : request.blend->Unknown(prompt, with_own, knows)) {
+    const std::span<const int32_t> chain = document.tokens;
+    const bool waits_for_others = is_idle && !document.is_own;
+    if (waits_for_others && is_to_be_learnt(chain, LearnerSpace(request, chain))) continue;
     SamplingOptions options{.max_tokens = 0,
                             .cache_salt = request.space.salt,
                             .turn_group = request.options.turn_group,
@@ -133,7 +136,7 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
     learner->submitted_ns = request.submitted_ns;
     learner->space = LearnerSpace(request, chain);
     learner->learns_for = request.id;
-    learner->is_idle = is_idle;
+    learner->is_idle = waits_for_others;
     learners.push_back(std::move(learner));
   }
   return learners;
