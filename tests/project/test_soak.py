@@ -32,7 +32,8 @@ def test_a_capability_is_cases_of_a_program_that_report_its_figure(
         assert f'record_property("{capability.figure}"' in text
         return
     source = source_tree.ROOT / f"{capability.program}.cc"
-    assert f'ReportFigure("{capability.figure}"' in source.read_text(encoding="utf-8")
+    for figure in (capability.figure, *capability.also):
+        assert f'ReportFigure("{figure}"' in source.read_text(encoding="utf-8")
     listed = subprocess.run(
         [built(capability.program), "--gtest_list_tests", f"--gtest_filter={capability.cases}"],
         capture_output=True,
@@ -66,6 +67,17 @@ def test_a_page_without_its_place_is_not_overwritten() -> None:
 def test_figures_are_added_over_cases() -> None:
     report = {"testsuites": [{"testsuite": [{"kills": "20"}, {"kills": "3", "flips": "9"}]}]}
     assert soak.figure_of(report, "kills") == 23
+
+
+def test_what_else_was_counted_is_stated() -> None:
+    (blends,) = (each for each in soak.CAPABILITIES if each.name == "blends")
+    others = {"requests": 160_000, "compared_sections": 1_234, "approximate_sections": 0}
+    assert soak.statement(blends, 10_000, others) == (
+        "blends: 10 000 mixes, no failure; in this run 160 000 requests, "
+        "1 234 compared sections, 0 approximate sections"
+    )
+    (walks,) = (each for each in soak.CAPABILITIES if each.name == "walks")
+    assert soak.statement(walks, 5, {}) == "walks: 5 operations, no failure"
 
 
 def test_figures_of_pytest_are_read() -> None:
