@@ -459,8 +459,8 @@ class EngineBlendTails : public EngineBlend {
       return StoreOf(
           [&](Engine* engine) { Generate(engine, first.prompt, Blend(first, ratio, learn)); });
     };
-    return {Prepared(), asked(0.15, DocumentLearning::kFirst),
-            asked(1.0, DocumentLearning::kFirst), asked(0.15, DocumentLearning::kIdle)};
+    return {Prepared(), asked(0.15, DocumentLearning::kFirst), asked(1.0, DocumentLearning::kFirst),
+            asked(0.15, DocumentLearning::kIdle)};
   }
 
   const std::shared_ptr<FakeClock> clock_ = std::make_shared<FakeClock>();

@@ -77,9 +77,9 @@ class BlendPlan {
   std::vector<Chain> Unknown(std::span<const int32_t> prompt, bool with_own, F&& knows) const {
     std::vector<Chain> chains;
     const auto add = [&](Chain chain) {
-      const bool is_repeated =
-          std::any_of(chains.begin(), chains.end(),
-                      [&](const Chain& other) { return other.tokens == chain.tokens; });
+      const bool is_repeated = std::any_of(chains.begin(), chains.end(), [&](const Chain& other) {
+        return other.tokens == chain.tokens;
+      });
       if (!is_repeated && !knows(chain.tokens)) chains.push_back(std::move(chain));
     };
     if (with_own && own_end_ > 0) {
