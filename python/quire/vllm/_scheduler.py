@@ -288,6 +288,9 @@ class SchedulerSide:
     def spoil(self, request_id: str, blocks: Sequence[list[int]]) -> None:
         """vLLM counts on a load into these blocks that cannot be planned: the worker reports it,
         and vLLM computes them."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            self._withdraw(state)  # no later plan may load into what is computed
         self._loads.append(self._lost_load(request_id, blocks))
 
     def _lost_load(self, request_id: str, blocks: Sequence[list[int]]) -> LoadPlan:

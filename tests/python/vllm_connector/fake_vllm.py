@@ -98,6 +98,7 @@ class FakeRequest:
     num_computed_tokens: int = 0
     blocks: list[list[int]] = dataclasses.field(default_factory=list)  # of each group
     external: int = 0  # tokens that the connector has brought, over its life
+    weights: list[int] = dataclasses.field(default_factory=list)  # that the KV is of, by position
 
     def __post_init__(self) -> None:
         self.all_token_ids = list(self.prompt_token_ids)
@@ -168,12 +169,14 @@ class FakeVllm:
         groups: tuple[FakeGroup, ...] = ONE_GROUP,
         budget: int = 24,
         settle: Callable[[], None] = lambda: None,
+        is_ahead: Callable[[], bool] = lambda: False,
     ) -> None:
         """settle: called where the device's own work on the KV begins, behind what was queued for
-        it."""
+        it. is_ahead: whether the next step is planned before the ends of this step's loads are
+        told; asked where requests wait for their loads."""
         self.scheduler, self.workers, self.budget = scheduler, workers, budget
         self.weights = 0
-        self.settle = settle
+        self.settle, self.is_ahead = settle, is_ahead
         self.groups, self.layers = groups, layers
         self.waits = len(groups) * len(workers) > 1 or groups[0].window is not None
         # Block 0 is that of nobody where a table may lack blocks.
@@ -185,6 +188,7 @@ class FakeVllm:
         self.running: list[FakeRequest] = []
         self.loading: dict[str, tuple[FakeRequest, int]] = {}  # and the tokens that will be there
         self.aborted: set[str] = set()  # requests whose blocks are free when their load has ended
+        self._untold: list[Callable[[], None]] = []  # of the step before
         self.refused_blocks = 0
         self.refused_loads = 0
         self.known_blocks: set[tuple[str, int]] = set()
@@ -199,12 +203,12 @@ class FakeVllm:
     # ---- The model
 
     def truth(self, request: FakeRequest, layer: int, begin: int, end: int) -> np.ndarray:
-        """layer: a number that tells it from those of other groups and ranks."""
-        salt = int.from_bytes((request.cache_salt or "").encode(), "little")
-        state = _mix(salt, self.weights)
+        """Commits to all tokens before, and to the weights that each was computed with. layer: a
+        number that tells it from those of other groups and ranks."""
+        state = int.from_bytes((request.cache_salt or "").encode(), "little")
         rows = []
         for position, token in enumerate(request.all_token_ids[:end]):
-            state = _mix(state ^ (state >> 31), token)
+            state = _mix(state ^ (state >> 31), token + (request.weights[position] << 20))
             if position >= begin:
                 rows.append(np.frombuffer((state ^ layer * 77).to_bytes(8, "little"), np.uint8))
         return np.array(rows, np.uint8).reshape(-1, BYTES)
@@ -219,6 +223,7 @@ class FakeVllm:
     def _forward(self, request: FakeRequest, count: int, bad: set[int]) -> None:
         self.settle()
         begin, end = request.num_computed_tokens, request.num_computed_tokens + count
+        request.weights[begin:] = [self.weights] * count
         is_bad = any(bad & set(blocks) for blocks in request.blocks)
         for number, group, memory in self._every_layer():
             size, window = self.groups[group].block, self.groups[group].window
@@ -391,6 +396,9 @@ class FakeVllm:
         sources = self.scheduler.get_external_cache_hit_sources(request, external)
         assert sum(sources.values()) in (0, external)  # 0: it says nothing
         request.external += external
+        if external:
+            # What is loaded is of the weights that are there now.
+            request.weights[request.num_computed_tokens :] = [self.weights] * external
 
     def _output(
         self, counts: dict[str, int], new: list[FakeRequest], cached: list[FakeRequest]
@@ -452,7 +460,8 @@ class FakeVllm:
             self.waiting.insert(0, request)
 
     def _work(self, plan: Any, scheduled: list[FakeRequest], counts: dict[str, int]) -> set[int]:
-        """What the workers do in a step. Blocks that were not loaded."""
+        """What the workers do in a step. Blocks that were not loaded. What else is to be told is
+        added to `_untold`."""
         bad: set[int] = set()
         for worker in self.workers:
             worker.bind_connector_metadata(plan)
@@ -475,10 +484,11 @@ class FakeVllm:
             assert not bad, "vLLM takes no blocks where there are several groups"
         else:
             assert not received[0] | lost
-        self._end_loads(received, lost)
+        report = self._take_report()
+        self._untold.append(lambda: self._tell(received, lost, report))
         return bad
 
-    def _tell_report(self) -> None:
+    def _take_report(self) -> Any:
         reports = [worker.build_connector_worker_meta() for worker in self.workers]
         report = functools.reduce(
             lambda a, b: a if b is None else b if a is None else a.aggregate(b), reports
@@ -486,18 +496,30 @@ class FakeVllm:
         for worker in self.workers:
             worker.clear_connector_metadata()
         self._check_report(report)
+        return report
+
+    def _tell(self, received: list[set[str]], lost: set[str], report: Any) -> None:
+        """The scheduler hears of what the workers have done."""
+        self._end_loads(received, lost)
         self.scheduler.update_connector_output(
             types.SimpleNamespace(kv_connector_worker_meta=report)
         )
         self._note(self.scheduler.take_events())
+
+    def _tell_all(self) -> None:
+        untold, self._untold = self._untold, []
+        for each in untold:
+            each()
 
     def step(self) -> None:
         output, scheduled = self._schedule()
         counts = output.num_scheduled_tokens
         plan = self.scheduler.build_connector_meta(output)
         self.planned |= {load.number for load in plan.loads}
+        self._tell_all()
         bad = self._work(plan, scheduled, counts)
-        self._tell_report()
+        if not (self.waits and self.is_ahead()):
+            self._tell_all()
         self.refused_blocks += len(bad)
         for request in scheduled:
             invalid = [i for i, block in enumerate(request.blocks[0]) if block in bad]

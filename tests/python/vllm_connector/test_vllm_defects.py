@@ -71,6 +71,20 @@ def _reset_forgets_nothing(patch: Patch) -> None:
     patch.setattr(_scheduler.SchedulerSide, "reset", lambda side: True)
 
 
+def _reset_saves_what_was_there(patch: Patch) -> None:
+    """Requests that have blocks of the weights before go on with being saved."""
+    real = _scheduler.SchedulerSide.reset
+
+    def reset(side: Any) -> bool:
+        before = {name: state.save for name, state in side._requests.items()}
+        real(side)
+        for name, state in side._requests.items():
+            state.save = before[name]
+        return True
+
+    patch.setattr(_scheduler.SchedulerSide, "reset", reset)
+
+
 def _reported_twice(patch: Patch) -> None:
     real = _worker.WorkerSide.take_report
 
@@ -122,7 +136,7 @@ def _end_without(*, frees: bool, waits: bool) -> Callable[[Any], None]:
 
 def _failure(folder: Path, **options: Any) -> AssertionError | None:
     """Of the first walk that fails."""
-    for seed in range(16):
+    for seed in range(48):
         try:
             walk(seed, folder / str(seed), **options)
         except AssertionError as error:
@@ -141,6 +155,7 @@ def _failure(folder: Path, **options: Any) -> AssertionError | None:
         (_failed_load_is_saved, True, WrongBytes),
         (_salts_are_mixed, False, WrongBytes),
         (_reset_forgets_nothing, False, WrongBytes),
+        (_reset_saves_what_was_there, False, WrongBytes),
         (_reported_twice, None, WrongReport),
         (_report_lost, None, WrongReport),
         (_lease_not_ended, True, AssertionError),

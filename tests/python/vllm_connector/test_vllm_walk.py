@@ -15,12 +15,21 @@ import pytest
 pytest.importorskip("torch")
 
 import quire
-from fake_vllm import BLOCK, FakeGroup, FakeRequest, config
+from fake_vllm import BLOCK, ONE_GROUP, FakeGroup, FakeRequest, config
 from late_stream import LateStream
 from quire.vllm import QuireConnector, _arena, _identity, _scheduler
 from vllm_pair import PROMPT, Pair, damage, fake_passport, walk
 
 passport = pytest.fixture(autouse=True)(fake_passport)
+
+_HYBRID = (FakeGroup(), FakeGroup(window=6, layers=3))
+
+
+def _stored(folder: Path, **shape: Any) -> None:
+    pair = Pair({"directory": str(folder)}, **shape)
+    assert pair.generate(PROMPT).external == 0
+    assert "errors" not in pair.stats()
+    pair.close()
 
 
 @pytest.fixture(params=[False, True], ids=["one process", "two processes"])
@@ -124,6 +133,52 @@ def test_a_reset_leaves_nothing_of_the_weights_before(tmp_path: Path, apart: boo
     again = Pair({"directory": str(tmp_path)}, apart=apart)
     assert again.generate(PROMPT).external == 12  # of the weights that are on disk
     again.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["loaded", "on its way"])
+@pytest.mark.parametrize("groups", [_HYBRID, ONE_GROUP], ids=["waits", "one group"])
+def test_blocks_that_vllm_has_at_a_reset_are_not_saved(
+    tmp_path: Path, late: bool, groups: tuple[FakeGroup, ...]
+) -> None:
+    """They are loaded, or computed in part, before it; what comes behind reads them."""
+    shape: dict[str, Any] = {"groups": groups, "is_ahead": lambda: late}
+    _stored(tmp_path, groups=groups)
+    pair = Pair({"directory": str(tmp_path)}, **shape)
+    request = FakeRequest("r", [*PROMPT, 9, 9, 9, 9], 9)
+    pair.engine.add(request)
+    while not request.external:
+        pair.engine.step()
+    pair.scheduler.reset_cache()
+    pair.engine.weights = 1
+    pair.run()
+    assert request.external == 12
+    assert set(request.weights[:12]) == {0} and set(request.weights[19:]) == {1}
+    pair.flush()
+    assert pair.generate(request.prompt_token_ids).external == 0
+    pair.flush()
+    assert pair.generate(request.prompt_token_ids).external == 16
+    pair.close()
+
+
+def test_a_request_may_end_before_its_load_does(tmp_path: Path, apart: bool) -> None:
+    """Its blocks are others' only once the workers have ended the load."""
+    _stored(tmp_path, groups=_HYBRID)
+    pair = Pair(
+        {"directory": str(tmp_path)}, groups=_HYBRID, apart=apart, is_ahead=lambda: True
+    )
+    request = FakeRequest("r", PROMPT, 2)
+    pair.engine.add(request)
+    while not pair.engine.loading:
+        pair.engine.step()
+    pair.engine.abort(request)
+    assert len(pair.engine.free) < pair.engine.usable_blocks
+    pair.run()
+    assert len(pair.engine.free) == pair.engine.usable_blocks
+    assert pair.generate(PROMPT).external == 12
+    for arena in pair.scheduler._scheduler._arenas or ():
+        assert arena.free_count == arena.slot_count
+    assert not _scheduler.fetches_in_flight
+    pair.close()
 
 
 def test_shared_memory_that_is_full_or_lost_is_a_miss(
@@ -288,16 +343,6 @@ def test_walk_over_groups_and_workers(seed: int, tmp_path: Path) -> None:
 
 # ---- Groups of layers, and workers
 
-_HYBRID = (FakeGroup(), FakeGroup(window=6, layers=3))
-
-
-def _stored(folder: Path, **shape: Any) -> None:
-    pair = Pair({"directory": str(folder)}, **shape)
-    assert pair.generate(PROMPT).external == 0
-    assert "errors" not in pair.stats()
-    pair.close()
-
-
 @pytest.mark.parametrize(
     "groups",
     [
@@ -366,12 +411,39 @@ def test_what_vllm_takes_and_no_plan_has_is_reported_to_the_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _stored(tmp_path, groups=_HYBRID)
-    pair = Pair({"directory": str(tmp_path)}, groups=_HYBRID)
+    for name in ("allocated", "_load"):
+        pair = Pair({"directory": str(tmp_path)}, groups=_HYBRID)
+        with monkeypatch.context() as patch:
+            patch.setattr(_scheduler.SchedulerSide, name, lambda *_: 1 / 0)
+            assert pair.generate(PROMPT).done
+        assert pair.engine.refused_loads == 1, name
+        assert pair.generate(PROMPT).external == 12
+        pair.close()
+
+
+def test_a_load_that_failed_before_it_was_planned_is_not_planned_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has a chunk itself, so it does not ask again, and computes from there."""
+    _stored(tmp_path, groups=_HYBRID)
+    pair = Pair({"directory": str(tmp_path)}, groups=_HYBRID, apart=True)
+    request = FakeRequest("r", PROMPT, 1, blocks=[[1, 2, 3, 4], [5, 6, 7, 8]])
+    pair.scheduler.on_new_request(request)
+    while pair.scheduler.get_num_new_matched_tokens(request, BLOCK) == (None, False):
+        pass
+    blocks = types.SimpleNamespace(get_block_ids=lambda: tuple(request.blocks))
     with monkeypatch.context() as patch:
-        patch.setattr(_scheduler.SchedulerSide, "allocated", lambda *_: 1 / 0)
-        assert pair.generate(PROMPT).done
-    assert pair.engine.refused_loads == 1
-    assert pair.generate(PROMPT).external == 12
+        patch.setattr(_scheduler.SchedulerSide, "_load", lambda *_: 1 / 0)
+        pair.scheduler.update_state_after_alloc(request, blocks, 2 * BLOCK)
+    for arena in pair.scheduler._scheduler._arenas:
+        assert arena.free_count == arena.slot_count
+    plan = pair.scheduler.build_connector_meta(pair.engine._output({}, [], []))
+    assert [(load.request, load.places) for load in plan.loads] == [("r", [])]
+    pair.engine.running = [request]
+    request.num_computed_tokens = BLOCK
+    plan = pair.scheduler.build_connector_meta(pair.engine._output({"r": 11}, [], [request]))
+    assert not plan.loads
+    assert [(save.first, save.count) for save in plan.saves] == [(0, 3)]
     pair.close()
 
 
