@@ -192,6 +192,7 @@ def render(machines: dict[str, dict[str, Recorded]]) -> str:
     for machine, rows in machines.items():
         shown = [rows[name] for name in HEADLINES if name in rows]
         lines = [table_line(each.row, each.date) for each in shown]
-        head = [f"\n### {machine}\n", *_answer_speed(rows), _HEADER, _RULE]
+        title = machine.replace("(R)", "")
+        head = [f"\n### {title}\n", *_answer_speed(rows), _HEADER, _RULE]
         parts.append("\n".join([*head, *lines]))
     return "\n".join(parts) + "\n"
