@@ -158,6 +158,8 @@ _TRANSFER = {
     "receive_progress": _Call((1,), open="NotFound"),
     "send_progress": _Call((0,), open="UnknownSequence"),
     "send_through": _Call((None,)),
+    "set_staging_limit": _Call((1 << 20,)),
+    "staging": _OK,
     "wait_received": _Call((1, 1, 0.0), open="Cancelled"),
 }
 _RECURRENT = {
