@@ -189,25 +189,22 @@ QUIRE_TARGET("amx-tile") void ConfigureTiles() {
   _tile_zero(5);
 }
 
-QUIRE_TARGET("amx-tile,amx-bf16") float PeakTilesBf16() {
+template <bool kBytes>
+QUIRE_TARGET("amx-tile,amx-bf16,amx-int8")
+float PeakTiles() {
   ConfigureTiles();
   for (int64_t step = 0; step < kTileSteps; ++step) {
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_dpbf16ps(1, 4, 5);
-    _tile_dpbf16ps(2, 4, 5);
-    _tile_dpbf16ps(3, 4, 5);
-  }
-  _tile_release();
-  return 0;
-}
-
-QUIRE_TARGET("amx-tile,amx-int8") float PeakTilesInt8() {
-  ConfigureTiles();
-  for (int64_t step = 0; step < kTileSteps; ++step) {
-    _tile_dpbusd(0, 4, 5);
-    _tile_dpbusd(1, 4, 5);
-    _tile_dpbusd(2, 4, 5);
-    _tile_dpbusd(3, 4, 5);
+    if constexpr (kBytes) {
+      _tile_dpbusd(0, 4, 5);
+      _tile_dpbusd(1, 4, 5);
+      _tile_dpbusd(2, 4, 5);
+      _tile_dpbusd(3, 4, 5);
+    } else {
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_dpbf16ps(1, 4, 5);
+      _tile_dpbf16ps(2, 4, 5);
+      _tile_dpbf16ps(3, 4, 5);
+    }
   }
   _tile_release();
   return 0;
@@ -255,7 +252,7 @@ Peak FloatPeak() {
 
 Peak Int8Peak() {
 #if defined(__x86_64__)
-  if (HasTiles()) return PeakOfTiles(64, PeakTilesInt8);
+  if (HasTiles()) return PeakOfTiles(64, PeakTiles<true>);
   if (__builtin_cpu_supports("avx512vnni") != 0) return PeakOf(64, PeakInt8Avx512);
   if (HasAvx2()) return PeakOf(32, PeakInt8Avx2);
 #endif
@@ -315,7 +312,7 @@ nlohmann::json MachineProbe::Measure(int repetitions, bool single) {
     }
 #if defined(__x86_64__)
     if (has_bf16_dot()) {
-      peak("bf16_n", HasTiles() ? PeakOfTiles(32, PeakTilesBf16) : PeakOf(32, PeakBf16), *all_);
+      peak("bf16_n", HasTiles() ? PeakOfTiles(32, PeakTiles<false>) : PeakOf(32, PeakBf16), *all_);
     }
 #endif
   }

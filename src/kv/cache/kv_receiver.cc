@@ -138,16 +138,13 @@ void KVReceiver::StoreHeads(const TokenSlots& slots, int64_t layer, const Receiv
   const int64_t heads = spec.num_kv_heads;
   QUIRE_DCHECK(part.count <= kTilePositions);
   const LayerKV all = LayerRowsIn(tile_memory_.data() + tile_memory_.size() / 2, spec, part.count);
-  const auto scales = [](const TensorView& tensor) {
-    return tensor.rank() == 0 ? nullptr : tensor.data_as<float>();
-  };
   ReadRows(kv_.storage->layer(layer),
            std::span(slots.targets)
                .subspan(static_cast<size_t>(part.first_row), static_cast<size_t>(part.count)),
            {.k = all.k.data(),
             .v = all.v.data(),
-            .k_scale = scales(all.k_scale),
-            .v_scale = scales(all.v_scale)},
+            .k_scale = all.k_scale.data_as<float>(),
+            .v_scale = all.v_scale.data_as<float>()},
            *runner_);
   for (int64_t row = 0; row < part.count; ++row) {
     for (int64_t head = 0; head < heads; ++head) {
