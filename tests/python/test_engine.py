@@ -228,10 +228,14 @@ def test_pages_that_run_out_preempt_and_change_nothing(
     with quire.Engine(
         tiny.directory, dtype="float32", threads=1, page_size=16, kv_bytes=14 * page_bytes
     ) as crowded:
-        results = crowded.generate(prompts, max_tokens=60, ignore_eos=True)
+        # A busy machine may give the engine's thread no prompt before another's answer has ended.
+        for _ in range(20):
+            results = crowded.generate(prompts, max_tokens=60, ignore_eos=True)
+            for result, alone in zip(results, expected):
+                assert (result.ids, result.logprobs) == (alone.ids, alone.logprobs)
+            if crowded.stats()["preemptions"] > 0:
+                break
         assert crowded.stats()["preemptions"] > 0
-    for result, alone in zip(results, expected):
-        assert (result.ids, result.logprobs) == (alone.ids, alone.logprobs)
 
 
 # ---- Stops

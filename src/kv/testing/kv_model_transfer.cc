@@ -1,6 +1,7 @@
 // Transfer in the naive model: row by row, head by head, with one list of flags per layer.
 #include <algorithm>
 #include <limits>
+#include <set>
 #include <utility>
 
 #include "base/checksum.h"
@@ -236,13 +237,16 @@ Status KVModel::CheckMark(int64_t seq_id, int64_t begin, std::span<const Receive
     if (map.count < 1 || map.count != maps[0].count) return Bad(StatusCode::kBadArgument, "count");
     if (has_rotated_keys && map.first_position != begin)
       return Bad(StatusCode::kIncompatible, "rotated keys");
+    std::set<int64_t> senders;  // of the layers whose heads several of them fill
     for (size_t l = 0; l < options_.layers.size(); ++l) {
       const int64_t a = options_.layers[l].num_kv_heads;
       const int64_t b = map.kv_heads[l];
+      if (a < b) senders.insert(b / a);
       const bool fits = a == b || (a < b && b % a == 0 && maps.size() == 1) ||
                         (a > b && b > 0 && a == b * std::ssize(maps));
       if (!fits) return Bad(StatusCode::kIncompatible, "heads");
     }
+    if (senders.size() > 1) return Bad(StatusCode::kIncompatible, "layers of several divisions");
   }
   if (first_row < 0 || first_row >= maps[0].count) return Bad(StatusCode::kBadArgument, "row");
   for (int64_t p = begin + first_row; p < std::min(sequence.length(), begin + maps[0].count); ++p) {

@@ -74,11 +74,23 @@ Status TransferSender::CheckMaps(int64_t seq_id, std::span<const ReceiveMap> map
 }
 
 Status TransferSender::CheckHeads(const ReceiveMap& map, int64_t rank, int64_t targets) const {
+  const auto senders_of = [&](size_t l) { return map.kv_heads[l] / layers_[l].heads(); };
+  size_t divided = layers_.size();  // the first layer of which a receiver has more heads
   for (size_t l = 0; l < layers_.size(); ++l) {
     const int64_t heads = layers_[l].heads();
-    if (has_states_ ? map.kv_heads[l] == heads
-                    : HeadsFor(heads, map.kv_heads[l], rank, 0, targets).head_count > 0)
-      continue;
+    const bool fits = has_states_
+                          ? map.kv_heads[l] == heads
+                          : HeadsFor(heads, map.kv_heads[l], rank, 0, targets).head_count > 0;
+    if (fits && heads < map.kv_heads[l]) {
+      divided = std::min(divided, l);
+      if (senders_of(l) == senders_of(divided)) continue;
+      return BadMaps(StatusCode::kIncompatible,
+                     std::to_string(senders_of(divided)) + " senders fill layer " +
+                         std::to_string(divided) + " of the receiver and " +
+                         std::to_string(senders_of(l)) + " fill layer " + std::to_string(l) +
+                         "; all layers whose heads are divided must be divided among as many");
+    }
+    if (fits) continue;
     return BadMaps(StatusCode::kIncompatible,
                    "layer " + std::to_string(l) + " has " + std::to_string(heads) +
                        " kv heads here and " + std::to_string(map.kv_heads[l]) + " there, with " +

@@ -251,9 +251,10 @@ def walk(
     device: str = "cpu",
     groups: tuple[FakeGroup, ...] | None = ONE_GROUP,
     ranks: int | None = 1,
+    lost_share: float = 0.1,
 ) -> None:
     """Three engines, one after the other, over one folder; requests, aborts and damage are drawn,
-    and one read of shared memory in ten fails.
+    and lost_share of the reads of shared memory fail.
 
     apart: whether scheduler and worker are joined by shared memory; staged: whether blocks are
     those of a device whose copies come late; groups: of layers; ranks: workers. None: drawn, too.
@@ -269,7 +270,7 @@ def walk(
     real = _arena.ArenaView.layer
 
     def layer(view: Any, slots: Any, number: int) -> Any:
-        if rng.random() < 0.1:
+        if rng.random() < lost_share:
             raise OSError("lost")
         return real(view, slots, number)
 

@@ -652,6 +652,9 @@ TEST(KVTransfer, MarksAreCheckedAndARefusedOneArmsNothing) {
   bad = good;
   bad.kv_heads[1] = 3;
   expect(StatusCode::kIncompatible, Mark(cache, 0, 0, bad));
+  // Two senders fill a row of one layer and three one of the other: no rank has one place in both.
+  bad.kv_heads = {2 * good.kv_heads[0], 3 * good.kv_heads[1]};
+  expect(StatusCode::kIncompatible, Mark(cache, 0, 0, bad));
   bad = good;
   bad.kv_heads.pop_back();
   expect(StatusCode::kIncompatible, Mark(cache, 0, 0, bad));
