@@ -110,6 +110,7 @@ Status EngineDescriber::AddBlocks(const Holders& holders, EngineDescription* des
                       .bytes = block.bytes});
   }
   std::vector<int64_t> stored(blocks.size());  // [block] of the sequences that see it, the most
+  QUIRE_DCHECK(seen.ends.size() <= description->sequences.size());
   for (size_t i = 0; i < seen.ends.size(); ++i) {
     DescribedSequence& sequence = description->sequences[i];
     sequence.block = seen.ends[i];
@@ -124,6 +125,7 @@ Status EngineDescriber::AddBlocks(const Holders& holders, EngineDescription* des
     block.stored_tokens = std::clamp<int64_t>(stored[b] - block.begin, 0, block.end - block.begin);
     if (block.parent < 0) continue;
     const auto parent = static_cast<size_t>(block.parent);
+    QUIRE_DCHECK(parent < b) << "parents come before their children";
     blocks[parent].sequences += block.sequences;
     blocks[parent].salt_digest = block.salt_digest;
     stored[parent] = std::max(stored[parent], stored[b]);

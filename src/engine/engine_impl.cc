@@ -135,6 +135,7 @@ auto EngineImpl::Enter(std::string_view call, F&& body) -> decltype(body()) {
 void EngineImpl::Publish() noexcept {
   EngineStats stats = facts_.sizes;
   if (caches_.attention() != nullptr) stats.pages_free = caches_.state().pages_free();
+  QUIRE_DCHECK(stats.pages_free >= 0 && stats.pages_free <= stats.pages_total);
   stats.pages_in_use = stats.pages_total - stats.pages_free;
   holders_.Publish(&stats);
   traffic_.Publish(&stats);

@@ -116,6 +116,7 @@ Status PromptLogits::Compute(std::span<const std::span<const int32_t>> prompts,
 
     std::vector<int32_t> token_ids;
     for (const Pass* pass : batch) {
+      QUIRE_DCHECK(pass->computed + pass->taken <= std::ssize(pass->tokens));
       const auto first = pass->tokens.begin() + pass->computed;
       token_ids.insert(token_ids.end(), first, first + pass->taken);
     }

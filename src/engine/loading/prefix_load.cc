@@ -35,6 +35,7 @@ int64_t PrefixLoad::EndOf(int64_t count) const {
 }
 
 std::vector<PrefixLoad::Chunk> PrefixLoad::ChunksOf(int64_t count) const {
+  QUIRE_DCHECK(count >= 0 && fetch_ != nullptr);
   std::vector<Chunk> chunks;
   for (int64_t i = 0; i < count; ++i) {
     chunks.push_back({fetch_->chunk(i), keys_[static_cast<size_t>(i)], fetch_->tier(i),
@@ -84,6 +85,7 @@ int64_t PrefixLoad::LayersThere(int64_t layer_count, int64_t now_ns) const {
 
 void PrefixLoad::TakeLayers() {
   QUIRE_CHECK(!ended()) << "its chunks are there, or do not come";
+  QUIRE_DCHECK(!comes_by_layers_) << "its layers are taken already";
   chunks_ = ChunksOf(FoundCount());
   comes_by_layers_ = true;
 }

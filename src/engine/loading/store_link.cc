@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "base/clock.h"
 #include "base/guard.h"
 #include "quire/kv_export.h"
@@ -101,6 +102,7 @@ Status StoreLink::AddKind(const Passport& identity, bool long_rope) {
 }
 
 int64_t StoreLink::ChunksEnd(int64_t length, bool tail) const {
+  QUIRE_DCHECK(length >= 0 && chunk_tokens_ > 0);
   const int64_t in_tail = length % chunk_tokens_;
   const bool has_tail = tail && options_.tails && in_tail >= kLoadTokensMin;
   return has_tail ? length : length - in_tail;
@@ -120,6 +122,7 @@ bool StoreLink::HasMore(int64_t length, int64_t held, bool tail) const {
 FetchRequest StoreLink::RequestOf(const KeySpace& keys, std::span<const int32_t> tokens,
                                   int64_t held, bool tail, double compute_seconds_per_token) const {
   const int64_t end = ChunksEnd(static_cast<int64_t>(tokens.size()), tail);
+  QUIRE_DCHECK(held >= 0 && end <= std::ssize(tokens));
   return {.keys = &keys,
           .tokens = tokens.first(static_cast<size_t>(end)),
           .chunk_tokens = chunk_tokens_,
@@ -136,6 +139,7 @@ Result<std::unique_ptr<PrefixLoad>> StoreLink::StartLoad(const PrefixSpace& spac
   FetchRequest request = RequestOf(keys, tokens, held, tail, compute_seconds_per_token);
   QUIRE_ASSIGN_OR_RETURN(std::vector<ChunkKey> chain,
                          keys.Chain(request.tokens, chunk_tokens_, request.tail));
+  QUIRE_DCHECK(request.first_chunk <= std::ssize(chain)) << "all of it is held";
   chain.erase(chain.begin(), chain.begin() + request.first_chunk);
   const int64_t start_ns = clock_->SteadyNs();
   request.deadline_ns = start_ns + options_.load_timeout_ms * kNsPerMs;
@@ -160,6 +164,7 @@ std::shared_ptr<ChunkFetch> StoreLink::Prefetch(const PrefixSpace& space,
 Result<ChunkView> StoreLink::Open(const PrefixSpace& space, std::span<const int32_t> tokens,
                                   const PrefixLoad::Chunk& chunk) const {
   const KeyKind& kind = KindOf(space);
+  QUIRE_DCHECK(chunk.begin < chunk.end && chunk.end <= std::ssize(tokens));
   const auto part = tokens.subspan(static_cast<size_t>(chunk.begin),
                                    static_cast<size_t>(chunk.end - chunk.begin));
   return chunk.stored->View(
@@ -178,6 +183,7 @@ int64_t StoreLink::attention_layer_count() const {
 
 Result<LayerKV> StoreLink::LayerOf(const ChunkView& chunk, int64_t layer, int64_t position,
                                    int64_t end) const {
+  QUIRE_DCHECK(layer >= 0 && layer < attention_layer_count());
   const AttentionLayerSpec& spec =
       states_.attention()->options().layers[static_cast<size_t>(layer)];
   return ChunkLayer(chunk, spec, layer, position, end);
@@ -222,6 +228,8 @@ int64_t StoreLink::ExportUntil(int64_t sequence_id, const PrefixSpace& space,
     return rest.first(std::min(rest.size(), static_cast<size_t>(chunk_tokens_)));
   };
   const int64_t end = static_cast<int64_t>(tokens.size());
+  QUIRE_DCHECK(stored->tokens < end && stored->tokens % chunk_tokens_ == 0)
+      << "a chain goes on behind whole chunks";
   std::vector<ChunkKey> names;  // of the chunks behind `stored`
   ChunkKey previous = stored->tokens == 0 ? keys.root() : stored->key;
   for (int64_t start = stored->tokens; start < end; start += chunk_tokens_) {

@@ -241,6 +241,7 @@ void EngineThread::Ask(Live* live) {
 }
 
 int64_t EngineThread::waiting() const {
+  QUIRE_DCHECK(engine_waiting_ >= 0);
   return static_cast<int64_t>(queue_.size() + requests_.size()) + engine_waiting_;
 }
 
@@ -439,6 +440,7 @@ bool EngineThread::TakeCommands() {
   requests_.splice(requests_.end(), queue_);
   while (asked_ != nullptr) {
     Live* const live = std::exchange(asked_, asked_->next_asked);
+    QUIRE_DCHECK(live->is_asked) << "request " << live->id;
     live->next_asked = std::exchange(due_, live);
   }
   to_call_.splice(to_call_.end(), calls_);
@@ -447,6 +449,7 @@ bool EngineThread::TakeCommands() {
 }
 
 Status EngineThread::RunRound() {
+  QUIRE_DCHECK(is_loop_thread());
   QUIRE_RETURN_IF_ERROR(GiveRequests());
   QUIRE_RETURN_IF_ERROR(CarryOutDue());
   QUIRE_RETURN_IF_ERROR(MakeDescription());
@@ -514,6 +517,7 @@ bool EngineThread::NextDue(Due* due) {
 
 void EngineThread::NoteDone(const Due& due) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  QUIRE_DCHECK(due_ != nullptr && due_->engine_id == due.engine_id);
   for (SampleState& sample : due_->samples) {
     if (due_->cancel_due || &sample == &due_->samples[static_cast<size_t>(due.sample)])
       sample.stop_due = kNoStop;
@@ -578,6 +582,7 @@ Status EngineThread::MakeDescription() {
 
 void EngineThread::NoteSettled() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  QUIRE_DCHECK(settled_count_ <= taken_ && taken_ <= accepted_);
   settled_count_ = taken_;
   settled_.notify_all();
 }
@@ -601,10 +606,12 @@ Status EngineThread::Deliver() {
       output.request_id = id->second;
       Live& live = live_.at(id->second);
       SampleState& sample = live.samples[static_cast<size_t>(output.sample)];
+      QUIRE_DCHECK(!sample.ended) << "sample " << output.sample << " of " << live.id << " goes on";
       sample.given += std::ssize(output.tokens);
       if (output.prompt_tokens > 0) output.times.queue_seconds += live.waited_seconds;
       if (output.finish_reason == FinishReason::kNone) continue;
       sample.ended = true;
+      QUIRE_DCHECK(live.unfinished > 0);
       if (--live.unfinished > 0) continue;
       ids_.erase(id);
       ForgetEnded(&live);
@@ -627,6 +634,7 @@ Status EngineThread::Deliver() {
 
 // One of which something is due is erased when that is looked at.
 void EngineThread::ForgetEnded(Live* live) {
+  QUIRE_DCHECK(live->unfinished == 0);
   if (!live->is_asked) live_.erase(live->id);
 }
 

@@ -7,6 +7,8 @@
 #include <string_view>
 #include <utility>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -122,6 +124,7 @@ Request::Request(int64_t request_id, std::span<const int32_t> prompt, SamplingOp
       prompt_tokens(static_cast<int64_t>(prompt.size())),
       options(std::move(sampling)),
       samples(options.n) {
+  QUIRE_DCHECK(!prompt.empty() && !samples.empty());
   for (Sample& sample : samples) sample.tokens.assign(prompt.begin(), prompt.end());
 }
 
@@ -156,6 +159,7 @@ RequestTimes Request::TimesAt(int64_t now_ns) const noexcept {
 }
 
 void Request::NoteStep(int64_t step) noexcept {
+  QUIRE_DCHECK(step >= last_step) << "steps are counted up";
   if (std::exchange(last_step, step) != step) ++steps;
 }
 
@@ -190,6 +194,7 @@ Status CheckTokens(std::string_view what, std::span<const int32_t> tokens, int64
 }
 
 void Request::ReserveTokens(Sample* sample, int64_t count) {
+  QUIRE_DCHECK(count >= 0);
   std::vector<int32_t>& tokens = sample->tokens;
   const size_t size = tokens.size() + static_cast<size_t>(count);
   if (size > tokens.capacity()) tokens.reserve(std::max(size, 2 * tokens.capacity()));
@@ -251,6 +256,7 @@ int64_t HeldBackLength(std::span<const int32_t> answer,
                        const std::vector<std::vector<int32_t>>& stop) {
   size_t longest = 0;
   for (const std::vector<int32_t>& sequence : stop) {
+    QUIRE_DCHECK(!sequence.empty()) << "CheckSamplingOptions refuses it";
     for (size_t length = std::min(sequence.size() - 1, answer.size()); length > longest; --length) {
       const auto end = answer.last(length);
       if (std::equal(end.begin(), end.end(), sequence.begin())) longest = length;
@@ -260,6 +266,7 @@ int64_t HeldBackLength(std::span<const int32_t> answer,
 }
 
 int64_t SpanMax(int64_t prompt_tokens, const SamplingOptions& options) {
+  QUIRE_DCHECK(prompt_tokens > 0 && options.max_tokens >= 0);
   const int64_t tokens_max = prompt_tokens + options.max_tokens;
   return options.window == 0 ? tokens_max : std::min(options.window, tokens_max);
 }

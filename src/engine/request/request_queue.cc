@@ -50,6 +50,7 @@ void RequestQueue::Add(std::unique_ptr<Request> request) {
   auto place = waiting_.end();
   const auto is_behind = [&](const Request& other) { return other.is_idle || other.turn > turn; };
   while (place != waiting_.begin() && is_behind(**std::prev(place))) --place;
+  QUIRE_DCHECK(turn >= last) << "a group's turns ascend";
   waiting_.insert(place, std::move(request));
   last = turn;
 }

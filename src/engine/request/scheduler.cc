@@ -25,6 +25,7 @@ std::vector<int64_t> OrderOfService(std::span<const RunnableSample> running) {
 // The most tokens, up to `wanted`, for which `pages` suffice.
 int64_t TokensThatFit(const RunnableSample& sample, int64_t wanted, int64_t pages,
                       int64_t page_size) {
+  QUIRE_DCHECK(sample.length >= 0 && wanted >= 0 && pages >= 0);
   const int64_t in_page = sample.length % page_size;
   const int64_t slots_behind = sample.opens_page ? -in_page : (page_size - in_page) % page_size;
   return std::clamp(slots_behind + pages * page_size, int64_t{0}, wanted);
@@ -60,6 +61,7 @@ int64_t TokensAllowed(const RunnableSample& sample, const Budget& budget) {
 }
 
 void Spend(const RunnableSample& sample, int64_t tokens, Budget* budget) {
+  QUIRE_DCHECK(tokens > 0);
   const int64_t cost = sample.piece_cost > 0 ? sample.piece_cost : tokens;
   budget->tokens = std::max<int64_t>(0, budget->tokens - cost);
   if (sample.decodes()) return;
@@ -92,6 +94,7 @@ std::optional<Decision> DecideAdmission(const SchedulerView& view, const Budget&
   if (!view.head || view.head->samples > view.sequences_free) return {};
   if (budget.tokens == 0 || budget.prompt_tokens == 0) return {};
   const WaitingHead& head = *view.head;
+  QUIRE_DCHECK(head.samples >= 1 && head.matched >= 0 && head.pending >= 1);
   const bool opens_page = head.matched % view.page_size != 0;  // a fork is not the writer there
   const int64_t needed = PagesForAppend(head.matched, head.pending, view.page_size, opens_page) +
                          (head.samples - 1);  // each further sample opens a page of its own
@@ -116,6 +119,7 @@ std::optional<Decision> DecideAdmission(const SchedulerView& view, const Budget&
 }  // namespace
 
 int64_t PagesForAppend(int64_t length, int64_t tokens, int64_t page_size, bool opens_page) {
+  QUIRE_DCHECK(length >= 0 && tokens >= 0 && page_size > 0);
   if (tokens == 0) return 0;
   const int64_t held = opens_page ? length / page_size : CeilDiv(length, page_size);
   return CeilDiv(length + tokens, page_size) - held;
@@ -128,6 +132,7 @@ int64_t PagesForRequest(int64_t prompt_tokens, int64_t max_tokens, int64_t sampl
 }
 
 int64_t PagesForWindow(int64_t window, int64_t sinks, int64_t page_size) {
+  QUIRE_DCHECK(sinks >= 0 && sinks < window);
   return CeilDiv(sinks, page_size) + CeilDiv(window - sinks, page_size) + 2;
 }
 

@@ -5,6 +5,7 @@
 #include <numbers>
 #include <numeric>
 
+#include "base/check.h"
 #include "engine/sampling/token_weights.h"
 
 namespace quire {
@@ -47,6 +48,7 @@ void KeepHeavy(float least, Candidates candidates, std::span<const float> weight
 // (1 - top_p) / candidates of the whole: all of them together weigh less than 1 - top_p. Half of
 // that is safe from rounding.
 float LeastInRun(double top_p, double total, int64_t candidates) {
+  QUIRE_DCHECK(candidates > 0 && top_p < 1);
   return static_cast<float>((1.0 - top_p) * total / static_cast<double>(candidates) / 2);
 }
 
@@ -106,6 +108,7 @@ void KeepTopPOfAll(double top_p, double temperature, T greatest, std::span<const
     if (level_of(token) == last_level) listed->push_back(token);
   });
   KeepRun(before_level, target, logits, weights, listed);
+  QUIRE_DCHECK(!listed->empty()) << "the run ends in a level without tokens";
   const int32_t last = listed->back();
   const Better<T> better{logits.data()};
   listed->clear();
@@ -123,6 +126,7 @@ void FindBest(std::span<const T> logits, int64_t count, std::vector<int32_t>* li
   std::vector<int32_t>& candidates = *listed;
   const Better<T> better{logits.data()};
   const auto size = static_cast<int64_t>(logits.size());
+  QUIRE_DCHECK(count > 0 && count <= size);
   const int64_t room = count < size / 2 ? 2 * count : size;
   candidates.resize(room);
   std::iota(candidates.begin(), candidates.end(), 0);
@@ -168,6 +172,7 @@ Candidates FindCandidates(const SamplingOptions& options, std::span<const T> log
     KeepHeavy(options.min_p, candidates, weights, listed);
     candidates = Candidates::kListed;
   }
+  QUIRE_DCHECK(candidates == Candidates::kAll || !listed->empty()) << "nothing can be drawn";
   return candidates;
 }
 

@@ -5,6 +5,7 @@
 #include <limits>
 #include <numbers>
 
+#include "base/check.h"
 #include "base/float_environment.h"
 #include "base/random.h"
 #include "engine/sampling/candidates.h"
@@ -22,6 +23,7 @@ bool HasPenalties(const SamplingOptions& options) {
 }
 
 double Repeated(double logit, double penalty) {
+  QUIRE_DCHECK(penalty > 0);
   return logit > 0 ? logit / penalty : logit * penalty;
 }
 
@@ -30,8 +32,13 @@ double Repeated(double logit, double penalty) {
 // visit applies and marks, the second pass unmarks.
 void ApplyPenalties(const DrawInput& input, DrawScratch* scratch) {
   const SamplingOptions& options = *input.options;
-  for (const int32_t token : input.answer) ++scratch->counts[token];
+  for (const int32_t token : input.answer) {
+    QUIRE_DCHECK(token >= 0 && token < std::ssize(input.logits));
+    QUIRE_DCHECK(scratch->counts[token] >= 0) << "another draw's counts are left";
+    ++scratch->counts[token];
+  }
   for (const int32_t token : input.prompt) {
+    QUIRE_DCHECK(token >= 0 && token < std::ssize(input.logits));
     if (scratch->counts[token] != 0) continue;  // of the answer too, or seen
     scratch->adjusted[token] = Repeated(scratch->adjusted[token], options.repetition_penalty);
     scratch->counts[token] = -1;
@@ -53,6 +60,7 @@ void ApplyPenalties(const DrawInput& input, DrawScratch* scratch) {
 // e^((logit - greatest) / temperature), by id.
 std::span<const float> Weigh(std::span<const float> logits, float greatest, double temperature,
                              DrawScratch* scratch) {
+  QUIRE_DCHECK(logits.size() <= scratch->weights.size() && temperature > 0);
   scratch->backend->exp2_scaled(logits.data(), std::ssize(logits), greatest,
                                 LogitScale(std::numbers::log2e, temperature),
                                 scratch->weights.data());
@@ -102,6 +110,7 @@ void FillLogprobs(std::span<const float> logits, float greatest, bool is_masked,
   const auto entry = [&](int32_t token) {
     return TokenLogprob{token, static_cast<float>(static_cast<double>(logits[token]) - log_total)};
   };
+  QUIRE_DCHECK(draw->token >= 0 && draw->token < std::ssize(logits));
   draw->logprobs[0] = entry(draw->token);
   const auto best_count = static_cast<int64_t>(draw->logprobs.size()) - 1;
   if (best_count == 0) return;
@@ -116,6 +125,7 @@ void FillLogprobs(std::span<const float> logits, float greatest, bool is_masked,
 
 // The logits of allowed tokens, -infinity for the others.
 std::span<const float> ApplyMask(const DrawInput& input, DrawScratch* scratch) {
+  QUIRE_DCHECK(input.logits.size() <= scratch->allowed.size());
   for (size_t token = 0; token < input.logits.size(); ++token) {
     const bool is_allowed = ((input.mask[token / 32] >> (token % 32)) & 1U) != 0;
     scratch->allowed[token] = is_allowed ? input.logits[token] : kMasked;
@@ -124,6 +134,7 @@ std::span<const float> ApplyMask(const DrawInput& input, DrawScratch* scratch) {
 }
 
 bool AllowsAny(std::span<const uint32_t> mask, size_t tokens) {
+  QUIRE_DCHECK(mask.size() * 32 >= tokens) << "a mask has a bit for each token";
   const size_t words = tokens / 32;
   const auto is_set = [](uint32_t word) { return word != 0; };
   if (std::any_of(mask.begin(), mask.begin() + static_cast<ptrdiff_t>(words), is_set)) return true;
@@ -186,6 +197,7 @@ void DrawToken(const DrawInput& given, DrawScratch* scratch, Draw* draw) noexcep
     draw->token = options.temperature == 0.0F ? static_cast<int32_t>(best)
                                               : Sample(input, input.logits, greatest, scratch);
   }
+  QUIRE_DCHECK(!is_masked || input.logits[draw->token] != kMasked) << "a masked token is drawn";
   FillLogprobs(input.logits, greatest, is_masked, scratch, draw);
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/check.h"
+
 namespace quire {
 namespace {
 
@@ -13,6 +15,7 @@ constexpr int64_t kBlock = 128;
 constexpr int64_t kSums = 16;
 
 double BlockTotal(std::span<const float> weights) {
+  QUIRE_DCHECK(std::ssize(weights) <= kBlock);
   double sums[kSums] = {};
   size_t i = 0;
   for (; i + kSums <= weights.size(); i += kSums) {
@@ -42,12 +45,14 @@ int32_t Walk(double sum, double target, size_t count, std::span<const float> wei
     last = token;
     if (sum > target) break;
   }
+  QUIRE_DCHECK(last >= 0) << "every token has the weight 0";
   return last;
 }
 
 }  // namespace
 
 float LogitScale(double steps, double temperature) {
+  QUIRE_DCHECK(steps > 0 && temperature > 0);
   // With the least temperatures it would be infinite, and 0 times that is no number.
   return static_cast<float>(
       std::min<double>(steps / temperature, std::numeric_limits<float>::max()));
@@ -69,6 +74,7 @@ double TotalWeight(std::span<const float> weights, std::span<const int32_t> list
 
 // The block in which the sum passes the target is found first, then the token in it.
 int32_t DrawFromAll(double uniform, std::span<const float> weights) {
+  QUIRE_DCHECK(uniform >= 0 && uniform < 1);
   const double target = uniform * TotalWeight(weights);
   size_t block = 0;
   double before_block = 0;
@@ -86,6 +92,7 @@ int32_t DrawFromAll(double uniform, std::span<const float> weights) {
 
 int32_t DrawFromListed(double uniform, std::span<const float> weights,
                        std::span<const int32_t> listed) {
+  QUIRE_DCHECK(uniform >= 0 && uniform < 1);
   const double target = uniform * TotalWeight(weights, listed);
   return Walk(0, target, listed.size(), weights, [&](size_t i) { return listed[i]; });
 }

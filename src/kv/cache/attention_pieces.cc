@@ -2,6 +2,7 @@
 // merge of such results.
 #include <algorithm>
 
+#include "base/check.h"
 #include "kernels/row_view.h"
 #include "kv/cache/attention_calls.h"
 #include "kv/plan/attention_tensors.h"
@@ -116,6 +117,7 @@ bool SlidePastNewSinks(std::span<const AttentionSequence> sequences) {
 }  // namespace
 
 void AttentionCalls::RotateInline(int64_t layer) noexcept {
+  QUIRE_DCHECK(ragged_.sequences().size() == owners_.plan.members.size());
   for (size_t m = 0; m < owners_.plan.members.size(); ++m) {
     const ForwardMember& member = owners_.plan.members[m];
     ragged_.sequences()[m].inline_angles = &owners_.ropes.TableOf(layer, member.long_factors);
@@ -166,6 +168,7 @@ Status AttentionCalls::SelfAttention(int64_t layer, const TensorView& q, const T
     if (layer_call.spec.latent) {
       angles.rows.first_dim = static_cast<int>(spec.qk_head_dim - rope_dim);
     }
+    QUIRE_DCHECK(std::ssize(ragged_.targets()) == owners_.plan.row_count());
     if (rotates) RotateInline(layer);
     backend_.append_kv({.pages = ragged_.pages(),
                         .row_count = owners_.plan.row_count(),

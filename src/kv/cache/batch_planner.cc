@@ -67,6 +67,7 @@ class BatchPlanner::LookAhead {
   }
   // The index of member i. For each i once, ascending.
   int32_t IndexOf(size_t i) {
+    QUIRE_DCHECK(i < seq_ids_.size());
     if (i % kLookAhead == 0) {
       LookForSequences(i + 3 * kLookAhead);
       LookForEnds(i + 2 * kLookAhead);
@@ -146,6 +147,7 @@ Status BatchPlanner::Plan(const char* call, std::span<const int64_t> seq_ids,
     member.first_import = import_count;
     member.source = load == nullptr ? nullptr : load->source;
     kv_.tree.PlanAppend(member.append, of_groups);
+    QUIRE_DCHECK(member.append.cut <= length) << "what is copied lies before the new tokens";
     for (size_t g = 0; g < group_count; ++g) page_counts[g] += groups[g].page_count;
     row_count += append_length;
     import_count += imported;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/check.h"
 #include "kv/pages/sliding_window.h"
 
 namespace quire {
@@ -40,6 +41,8 @@ Result<TokenRange> CacheQueries::SlidRange(int64_t seq_id) const {
     QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find("SlidRange", seq_id));
     const Sequence& sequence = kv_.control[index];
     if (sequence.slid == 0) return TokenRange();
+    QUIRE_DCHECK(sequence.window.sinks + sequence.slid <= kv_.CommittedLength(sequence))
+        << "sequence " << seq_id << " has slid past its end";
     return TokenRange{sequence.window.sinks, sequence.window.sinks + sequence.slid};
   });
 }
@@ -87,6 +90,8 @@ int64_t CacheQueries::GetTotalSequenceLength() const {
 
 int64_t CacheQueries::GetDistinctTokenCount() const {
   const auto lock = gate_.Lock();
+  QUIRE_DCHECK(kv_.trees.level_count() <= kv_.tree.distinct_token_count())
+      << "levels of trees are positions of the block tree";
   return kv_.tree.distinct_token_count() - kv_.trees.level_count() + kv_.trees.node_count();
 }
 
@@ -102,6 +107,7 @@ int64_t CacheQueries::pages_in_use() const {
   const auto lock = gate_.Lock();
   int64_t total = 0;
   for (int g = 0; g < kv_.tree.group_count(); ++g) total += kv_.tree.pool(g).used_count();
+  QUIRE_DCHECK(total >= 0 && total <= pages_allocated());
   return total;
 }
 

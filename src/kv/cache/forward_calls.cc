@@ -75,6 +75,7 @@ Status ForwardCalls::PlanBegin(const ControlCall& call) {
   QUIRE_RETURN_IF_ERROR(kv_.control.RequireIdle(name));
   repeats_ = call.loads.empty() && plan.CanRepeat(call.seq_ids, call.append_lengths, kv_.tree);
   if (repeats_) {
+    QUIRE_DCHECK(plan.members.size() == call.seq_ids.size());
     QUIRE_RETURN_IF_ERROR(kv_.CheckPages(name, plan.page_counts));
     // For all else the last forward had as much as this one.
     owners_.ropes.Reserve(plan, true);
@@ -119,6 +120,7 @@ Status ForwardCalls::BeginBlending(std::span<const int64_t> seq_ids,
 
 void ForwardCalls::Reserve(int64_t sequences_max) {
   ForwardPlan& plan = owners_.plan;
+  QUIRE_DCHECK(sequences_max >= std::ssize(plan.members));
   kv_.tree.Reserve(
       AppendPlans(std::span<const ForwardMember>(plan.members), &ForwardMember::append),
       plan.group_appends);
@@ -166,6 +168,7 @@ void ForwardCalls::CommitRepeated() noexcept {
 }
 
 void ForwardCalls::Open(bool repeats) noexcept {
+  QUIRE_DCHECK(!kv_.control.in_forward()) << "a forward is open already";
   owners_.ropes.Fill(owners_.plan, repeats);
   owners_.steps.Begin();
   kv_.control.OpenForward();
@@ -202,6 +205,7 @@ void ForwardCalls::FillSkippedLayers() noexcept {
 }
 
 void ForwardCalls::Close() noexcept {
+  QUIRE_DCHECK(kv_.control.in_forward()) << "no forward is open";
   kv_.control.CloseForward();
   owners_.blending.Close();
   if (owners_.plan.totals().copying > 0) {
@@ -223,6 +227,7 @@ void ForwardCalls::Close() noexcept {
 
 // In the reverse order of the batch, so that pages come back to the free list as they left it.
 void ForwardCalls::RollBack() noexcept {
+  QUIRE_DCHECK(kv_.control.in_forward()) << "no forward is open";
   kv_.control.CloseForward();
   owners_.blending.Close();
   for (size_t m = owners_.plan.members.size(); m-- > 0;) {

@@ -22,6 +22,7 @@ HeadRows RowsOf(const TensorView& tensor) {
 }
 
 const void* RowAt(const HeadRows& rows, int64_t row) {
+  QUIRE_DCHECK(row >= 0);
   if (rows.data == nullptr) return nullptr;
   return static_cast<const std::byte*>(rows.data) + row * rows.row_stride * DTypeBytes(rows.dtype);
 }
@@ -81,6 +82,7 @@ Result<int64_t> KVImporter::CheckTokens(const char* call, const Sequence& sequen
 // Each layer has the rows of its tokens that are not left out.
 Status KVImporter::CheckBlocks(const char* call, int64_t start, const KVImport& import,
                                std::span<const GroupAppend> groups) const {
+  QUIRE_DCHECK(groups.size() == kv_.groups.size());
   for (size_t b = 0; b < import.blocks.size(); ++b) {
     const KVBlock& block = import.blocks[b];
     if (block.size() != kv_.options.layers.size()) {
@@ -110,6 +112,7 @@ Status KVImporter::PlanImport(const char* call, int32_t index, const KVImport& i
   const int64_t start = kv_.tree.End(sequence.last);
   const int64_t end = start + count;
   ForwardPlan plan;
+  QUIRE_DCHECK(count > 0 && end <= kPositionsMax);
   plan.StartBatch(1, kv_.groups.size());
   if (leaves_out) {
     QUIRE_RETURN_IF_ERROR(windows_.CheckImport(call, sequence, import.windows, end));
@@ -191,6 +194,7 @@ void KVImporter::FillBlocks(const ForwardPlan& plan, int64_t start,
         Fill(group.imports, layer, hole_end, kv, {before, before + end - hole_end},
              *kv_.options.runner);
       }
+      QUIRE_DCHECK(first == plan.members[0].append.count) << "tokens of no block were planned";
     }
   }
 }
@@ -215,6 +219,7 @@ void KVImporter::FillSlots(std::span<const AppendTarget> all_targets,
     const uint8_t* const opens_tile = all_opens_tile.data() + first + done;
     const RowRun run = as_stored ? FirstRun(pages.layout, rest, opens_tile)
                                  : RowRun{.rows = rows.count(), .whole_tiles = false};
+    QUIRE_DCHECK(run.rows > 0 && run.rows <= rows.count() - done);
     const int64_t row = rows.begin + done;
     HeadRows k = RowsOf(kv.k);
     HeadRows v = pages.layout.latent ? HeadRows{} : RowsOf(kv.v);
@@ -254,6 +259,8 @@ Status KVImporter::LoadLayer(const AttentionCall& call, const ForwardPlan& plan)
     const AbsentRange& absent =
         plan.group_appends[m * kv_.groups.size() + static_cast<size_t>(group)].absent;
     const int64_t left_out = CountAbsent(absent, member.old_length(), member.base());
+    QUIRE_DCHECK(member.source != nullptr) << "sequence " << member.id;
+    QUIRE_DCHECK(left_out <= member.imported);
     const Result<std::span<const LayerKV>> blocks = member.source->Load(call.layer);
     if (!blocks.ok()) {
       return Status(blocks.status().code(),

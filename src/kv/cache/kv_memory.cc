@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/check.h"
 #include "kv/cache/blending_forward.h"
 #include "kv/pages/page_storage.h"
 #include "kv/plan/rope_layers.h"
@@ -12,6 +13,7 @@ namespace quire {
 size_t AttentionScratchBytes(const Backend& backend, std::span<const LayerGroup> groups,
                              std::span<const AttentionLayerSpec> layers, int64_t row_count,
                              int64_t sequence_count, int worker_count) {
+  QUIRE_DCHECK(row_count > 0 && worker_count > 0);
   size_t bytes = 0;
   for (const LayerGroup& group : groups) {
     int64_t heads = 0;  // layers of a group may differ in their query heads
@@ -44,6 +46,7 @@ Result<KVMemory> MeasureKVCache(const AttentionKVCacheOptions& options, int64_t 
   memory.blend_bytes =
       scratch_bytes(QueryPlan::SequenceCountMax(options.prefill_chunk_size, sequences_max)) -
       memory.scratch_bytes + BlendingForward::Bytes(options, std::ssize(groups), sequences_max);
+  QUIRE_DCHECK(memory.blend_bytes >= 0) << "more sequences need less memory";
   QUIRE_ASSIGN_OR_RETURN(const std::vector<RopeLayers> ropes, MakeRopeLayers(options, groups));
   for (const RopeLayers& rope : ropes) memory.angle_bytes += rope.bytes_max;
   return memory;

@@ -1,5 +1,7 @@
 #include "kv/cache/page_counts.h"
 
+#include "base/check.h"
+
 namespace quire {
 
 PageCounts CountPages(const BlockTree& tree) noexcept {
@@ -12,6 +14,7 @@ PageCounts CountPages(const BlockTree& tree) noexcept {
   counts.retained_only = tree.blocks().kinds().retained_only;
   // Among them those of token trees: no retained sequence has one, and nobody shares one.
   counts.exclusive = counts.total - counts.free - counts.shared - counts.retained_only;
+  QUIRE_DCHECK(counts.shared >= 0 && counts.retained_only >= 0 && counts.exclusive >= 0);
   return counts;
 }
 
@@ -19,6 +22,7 @@ PageCounts CountPages(const BlockTree& tree) noexcept {
 // has seen a new count does not find the version unchanged.
 void PublishedCounts::Store(const PageCounts& counts) noexcept {
   const uint64_t version = version_.load(std::memory_order_relaxed);
+  QUIRE_DCHECK(version % 2 == 0) << "two threads publish counts";
   version_.store(version + 1, std::memory_order_relaxed);
   total_.store(counts.total, std::memory_order_release);
   free_.store(counts.free, std::memory_order_release);

@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "kv/cache/kv_digest.h"
 #include "kv/cache/kv_invariants.h"
 #include "kv/cache/layer_kv.h"
@@ -163,6 +164,7 @@ void PagedKVCache::ClearAll() noexcept {
   ropes_.Clear();
   blending_.Clear();
   kv_.Clear();
+  QUIRE_DCHECK(kv_.control.table().count() == 0 && !kv_.control.in_forward());
 }
 
 // ---------------------------------------------------------------------- forwards

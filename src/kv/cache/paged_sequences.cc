@@ -27,6 +27,7 @@ std::vector<int> GroupsOfLayers(const std::vector<LayerGroup>& groups, size_t la
   for (size_t g = 0; g < groups.size(); ++g) {
     for (const int64_t layer : groups[g].layers)
       group_of[static_cast<size_t>(layer)] = static_cast<int>(g);
+    QUIRE_DCHECK(!groups[g].layers.empty());
   }
   return group_of;
 }
@@ -83,6 +84,7 @@ Status PagedSequences::CheckHeld(const char* call, const Sequence& sequence, int
 }
 
 Status PagedSequences::CheckPages(const char* call, std::span<const int64_t> page_counts) const {
+  QUIRE_DCHECK(page_counts.size() == groups.size());
   for (size_t g = 0; g < groups.size(); ++g) {
     const PagePool& pool = tree.pool(static_cast<int>(g));
     if (page_counts[g] <= pool.free_count()) continue;

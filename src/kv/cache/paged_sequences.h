@@ -16,6 +16,7 @@
 #include <span>
 #include <vector>
 
+#include "base/check.h"
 #include "kv/control/sequence_control.h"
 #include "kv/pages/block_tree.h"
 #include "kv/pages/layer_groups.h"
@@ -38,6 +39,7 @@ struct PagedSequences {
 
   // ---- Lengths in tokens.
   int64_t CommittedLength(const Sequence& sequence) const {
+    QUIRE_DCHECK(sequence.reserved >= 0 && sequence.reserved <= tree.End(sequence.last));
     return tree.End(sequence.last) - sequence.reserved;
   }
   // With the nodes of its uncommitted tree and pending tokens.

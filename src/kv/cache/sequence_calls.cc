@@ -159,12 +159,15 @@ void SequenceCalls::CommitRemove() noexcept {
   kv_.tree.hidden().Unhide(index_);
   kv_.tree.Release(sequence.last, !sequence.retained);
   kv_.control.table().Erase(index_);
+  QUIRE_DCHECK(kv_.control.table().Find(call_.seq_id) == SequenceTable::kAbsent);
   FreeUnseen();
 }
 
 void SequenceCalls::CommitFork() noexcept {
+  QUIRE_DCHECK(position_ >= 0 && position_ <= kv_.CommittedLength(kv_.control[index_]));
   const BlockIndex last = kv_.tree.ForkAt(kv_.control[index_].last, position_);
   const int32_t child_index = kv_.control.table().Insert(call_.child_id);
+  QUIRE_DCHECK(child_index != index_);
   const Sequence& parent = kv_.control[index_];
   Sequence& child = kv_.control[child_index];
   child.last = last;
@@ -175,6 +178,7 @@ void SequenceCalls::CommitFork() noexcept {
 }
 
 void SequenceCalls::CommitPop() noexcept {
+  QUIRE_DCHECK(position_ >= 0 && position_ <= kv_.LengthOf(index_));
   Sequence& sequence = kv_.control[index_];
   const int64_t committed = kv_.CommittedLength(sequence);
   const int64_t end = std::min(position_, committed);
@@ -195,12 +199,15 @@ void SequenceCalls::CommitPop() noexcept {
 
 void SequenceCalls::CommitRetain() noexcept {
   const Sequence& sequence = kv_.control[index_];
+  QUIRE_DCHECK(!call_.retained || sequence.reserved == 0)
+      << "sequence " << sequence.id << " has a tree or pending tokens";
   if (call_.retained != sequence.retained) kv_.tree.SetActive(sequence.last, !call_.retained);
   kv_.control.table().SetRetained(index_, call_.retained);
   owners_.plan.ForbidRepeat();
 }
 
 void SequenceCalls::CommitTrees() noexcept {
+  QUIRE_DCHECK(call_.seq_ids.size() == call_.leaves.size());
   for (size_t i = 0; i < call_.seq_ids.size(); ++i)
     owners_.trees.CommitPath(kv_.control.table().Find(call_.seq_ids[i]), call_.leaves[i]);
   owners_.windows.FreeHidden();

@@ -81,6 +81,8 @@ class TokenRows {
  private:
   std::byte* Row(int64_t head) { return rows_.data() + static_cast<size_t>(head) * row_bytes_; }
   std::byte* Element(int64_t layer, int64_t token, int64_t head) const {
+    QUIRE_DCHECK(layer >= 0 && layer < tensor_.dim(0));
+    QUIRE_DCHECK(token >= 0 && token < tensor_.dim(1));
     const int64_t offset =
         layer * tensor_.stride(0) + token * tensor_.stride(1) + head * tensor_.stride(2);
     return tensor_.data_as<std::byte>() + offset * DTypeBytes(tensor_.dtype());
@@ -166,6 +168,7 @@ Status StoredTokens::RequireStored(const char* call, int32_t index, int64_t laye
                                    int64_t end) const {
   if (!kv_.control.InBatch(index) || steps_.appended(layer)) return Status();
   const auto member = std::ranges::find(plan_.members, index, &ForwardMember::sequence);
+  QUIRE_DCHECK(member != plan_.members.end()) << "a sequence of the batch is not planned";
   const int64_t stored =
       member->is_tree() ? member->committed + member->first_node() : member->old_length();
   if (end <= stored) return Status();
@@ -215,6 +218,7 @@ Status StoredTokens::Get(const char* call, int64_t seq_id, int64_t start, int64_
     }
     ++row;
   }
+  QUIRE_DCHECK(row == k.dim(0));
   return Status();
 }
 
@@ -226,6 +230,7 @@ Status StoredTokens::PrivatizeFrom(const char* call, int32_t index, int64_t star
   moves.StartBatch(1, kv_.groups.size());
   kv_.tree.BeginPlanning();
   AppendPlan append = kv_.tree.PlanAppend(sequence.last, 0, start, moves.group_appends);
+  QUIRE_DCHECK(append.copies() && append.cut <= start);
   append.active = !sequence.retained;
   ForwardMember& member = moves.members.emplace_back();
   member.id = sequence.id;
@@ -280,6 +285,7 @@ Status StoredTokens::Set(const char* call, int64_t seq_id, int64_t start, const 
     }
     ++row;
   }
+  QUIRE_DCHECK(row == k.dim(0));
   // Not before: copies of positions that this sequence itself no longer sees go at once.
   windows_.FreeHidden();
   return Status();

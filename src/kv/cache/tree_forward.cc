@@ -26,6 +26,7 @@ Status TreeForward::PlanMember(const char* call, int64_t seq_id, std::span<const
   const int64_t levels = std::max<int64_t>(
       sequence.reserved,
       *std::max_element(plan.node_depths.begin() + first_row, plan.node_depths.end()) + 1);
+  QUIRE_DCHECK(count > 0 && levels > 0 && levels >= sequence.reserved);
   const int64_t committed = kv_.CommittedLength(sequence);
   if (levels > kPositionsMax - committed) {
     return Status(StatusCode::kTooLarge, OfSequence(call, seq_id) + "of length " +
@@ -81,6 +82,7 @@ void TreeForward::AddNodes(const ForwardPlan& plan, ForwardMember& member,
                            std::span<const GroupAppend> groups) noexcept {
   const size_t first_row = static_cast<size_t>(member.first_row);
   const size_t count = static_cast<size_t>(member.node_count);
+  QUIRE_DCHECK(first_row + count <= parents_.size());
   const bool is_new = kv_.trees.Find(member.sequence) == nullptr;
   kv_.trees.AddNodes(kv_.tree, member.sequence, parents_.subspan(first_row, count),
                      std::span<const int32_t>(plan.node_depths).subspan(first_row, count));
@@ -119,6 +121,7 @@ Status TreeForward::PlanLeaf(const char* call, int64_t seq_id, int64_t leaf) {
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find(call, seq_id));
   QUIRE_RETURN_IF_ERROR(kv_.control.NameOnce(call, index));
   QUIRE_RETURN_IF_ERROR(CheckLeaf(call, seq_id, kv_.trees.SizeOf(index), leaf));
+  QUIRE_DCHECK(kv_.trees.Find(index) != nullptr) << "a leaf of no tree";
   const size_t levels = static_cast<size_t>(kv_.trees.Find(index)->levels);
   ReserveGrowing(path_, levels);
   ReserveGrowing(from_, levels);
@@ -132,6 +135,8 @@ void TreeForward::CommitPath(int32_t index, int64_t leaf) noexcept {
   Sequence& sequence = kv_.control[index];
   const TokenTree& tree = *kv_.trees.Find(index);
   const int64_t committed = kv_.CommittedLength(sequence);
+  QUIRE_DCHECK(sequence.pending == 0);
+  QUIRE_DCHECK(leaf >= -1 && leaf < tree.size());
   FillPath(tree.parents, leaf, path_);
   const size_t count = path_.size();
   QUIRE_DCHECK(tree.levels == sequence.reserved);

@@ -111,6 +111,7 @@ Status WindowBook::CheckEnd(const char* call, const Sequence& sequence, int64_t 
 }
 
 bool WindowBook::CanEnd(const Sequence& sequence, int64_t length) const {
+  QUIRE_DCHECK(length >= 0);
   const int64_t committed = kv_.CommittedLength(sequence);
   if (length >= committed) return length == committed;
   for (int g = 0; g < kv_.tree.group_count(); ++g) {
@@ -158,6 +159,8 @@ Status WindowBook::CheckImport(const char* call, const Sequence& sequence,
 
 void WindowBook::LeaveOutHidden(const WindowSettings& windows, int64_t start, int64_t end,
                                 std::span<GroupAppend> groups) const {
+  QUIRE_DCHECK(groups.size() == kv_.groups.size());
+  QUIRE_DCHECK(start <= end);
   for (size_t g = 0; g < kv_.groups.size(); ++g) {
     const TokenRange hidden = HiddenTokens(windows, kv_.groups[g].window, end);
     const AbsentRange absent = {std::max(hidden.begin, start), hidden.end};
@@ -187,6 +190,7 @@ void WindowBook::SlideTo(int32_t index) noexcept {
   }
   sequence.slid = SlidAt(sequence.window, length);
   UpdateHidden(index);
+  QUIRE_DCHECK(sequence.slid >= sequence.window.slid) << "what is lost came back";
 }
 
 void WindowBook::UpdateHidden(int32_t index) noexcept {

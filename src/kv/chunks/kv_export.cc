@@ -1,9 +1,11 @@
 #include "quire/kv_export.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "base/guard.h"
 #include "kernels/kv_layout.h"
 #include "kv/chunks/kv_sections.h"
@@ -75,6 +77,7 @@ PassportLayer PassportOf(StateTensor tensor) {
   }
   std::vector<int64_t> dims = std::move(tensor.shape);
   if (dims.size() == 2) dims.insert(dims.begin(), 1);  // a convolution has no heads
+  QUIRE_DCHECK(dims.size() == 3);
   return {.kind = tensor.kind,
           .dtype = tensor.dtype,
           .kv_heads = dims[0],
@@ -105,6 +108,7 @@ Status RequireOneCache(const char* call, const SequenceStates& states) {
 Status ImportInto(const SequenceStates& states, int64_t seq_id, int64_t end,
                   std::span<const KVBlock> blocks, std::span<const int64_t> tokens,
                   std::span<const std::vector<TensorView>> at_end) {
+  QUIRE_DCHECK(at_end.size() == states.recurrent_count());
   AttentionKVCache* const cache = states.attention();
   if (states.recurrent_count() > 0 && blocks.empty()) return Status();  // there is no such state
   if (states.composite() != nullptr) {
@@ -132,10 +136,12 @@ size_t SequenceStates::recurrent_count() const {
 }
 
 RecurrentState& SequenceStates::recurrent(size_t part) const {
+  QUIRE_DCHECK(part < recurrent_count());
   return composite_ != nullptr ? *composite_->parts().recurrent[part] : *alone_;
 }
 
 bool SequenceStates::HasSequence(int64_t seq_id) const {
+  QUIRE_DCHECK(composite_ != nullptr || alone_ != nullptr || attention_ != nullptr);
   if (composite_ != nullptr) return composite_->HasSequence(seq_id);
   return alone_ != nullptr ? alone_->HasSequence(seq_id) : attention_->HasSequence(seq_id);
 }
@@ -181,6 +187,8 @@ Result<Passport> CachePassport(const SequenceStates& states, Passport identity, 
 
 ChunkFields NextFields(const Passport& passport, const KeySpace& keys, const ChunkKey& previous,
                        int64_t start, std::span<const int32_t> tokens) {
+  QUIRE_DCHECK(start >= 0 && start <= std::numeric_limits<uint32_t>::max());
+  QUIRE_DCHECK(std::ssize(tokens) <= passport.block_tokens) << "no chunk is longer";
   // RopePassport begins so if the cache stores rotated keys. Latents come rotated if they have a
   // part for it.
   const bool rotated =
@@ -261,6 +269,7 @@ Status ImportChunks(const SequenceStates& states, int64_t seq_id,
       blocks.push_back(std::move(block));
       position += tokens.back();
     }
+    QUIRE_DCHECK(position == end) << "chunks stand behind one another";
     std::vector<std::vector<TensorView>> states_at_end(states.recurrent_count());
     if (!chunks.empty()) {
       QUIRE_ASSIGN_OR_RETURN(states_at_end, StatesOf(chunks.back(), states));

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "base/guard.h"
 #include "chunk/snapshot_file.h"
 #include "kv/chunks/kv_sections.h"
@@ -86,6 +87,7 @@ Status SaveChunks(const SequenceStates& states, int64_t seq_id, const HiddenStat
     QUIRE_RETURN_IF_ERROR(writer.Add(chunk.bytes()));
     start += count;
   }
+  QUIRE_DCHECK(start == hidden.length) << "the chain has other tokens than the sequence";
   return Status();
 }
 
@@ -132,6 +134,7 @@ Status LoadPlain(AttentionKVCache& cache, int64_t seq_id, const SnapshotReader& 
 // REQUIRES: the sequence has no tokens.
 Status EnableWindow(const SequenceStates& states, int64_t seq_id, const WindowSettings& windows) {
   if (windows == WindowSettings()) return Status();
+  QUIRE_DCHECK(states.attention() != nullptr) << "only attention has windows";
   const bool is_span = windows.span > 0;
   return states.attention()->EnableSlidingWindowForSeq(
       seq_id, is_span ? windows.span : windows.window,
@@ -166,6 +169,7 @@ Status LoadHiding(const SequenceStates& states, int64_t seq_id, const SnapshotRe
                                             std::to_string(saved.length) + " tokens, and it has " +
                                             std::to_string(info.tokens.size()));
   }
+  QUIRE_DCHECK(blocks.size() == tokens.size() && blocks.size() == chunks.size());
   if (saved.length == 0) return EnableWindow(states, seq_id, saved.windows);
   const KVImport import{.blocks = blocks, .tokens = tokens, .windows = saved.windows};
   QUIRE_ASSIGN_OR_RETURN(const auto tensors, StatesOf(state.view, states));
@@ -188,6 +192,7 @@ Status LoadChunks(const SequenceStates& states, int64_t seq_id, const SnapshotRe
     return Status(StatusCode::kCorrupt,
                   "damaged snapshot: a file of version 1 has no recurrent states");
   }
+  QUIRE_DCHECK(cache != nullptr) << "a state without attention is recurrent";
   return LoadPlain(*cache, seq_id, reader, info);
 }
 

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "quire/recurrent_cache.h"
 #include "quire/rnn_state.h"
 
@@ -13,6 +14,7 @@ namespace {
 // The sections of `count` tokens of a layer, in the order in which they stand in a chunk; none if
 // there are no tokens.
 std::vector<SectionSpec> SectionsOf(int64_t layer, const AttentionLayerSpec& spec, int64_t count) {
+  QUIRE_DCHECK(layer >= 0 && count >= 0);
   if (count == 0) return {};
   const int64_t heads = spec.num_kv_heads;
   const auto section = [&](SectionKind kind, DType dtype, std::vector<int64_t> dims) {
@@ -37,6 +39,7 @@ std::vector<SectionSpec> SectionsOf(int64_t layer, const AttentionLayerSpec& spe
 // Adds the bytes of one of these sections to the layer's tensors.
 void SetSection(const AttentionLayerSpec& spec, const SectionSpec& section,
                 std::span<const std::byte> bytes, LayerKV* kv) {
+  QUIRE_DCHECK(section.dims.size() >= 2);
   if (section.kind == SectionKind::kLatent) {
     kv->k = TensorView(bytes.data(), spec.dtype, {section.dims[0], int64_t{1}, section.dims[1]});
   } else if (section.kind == SectionKind::kKey) {
@@ -92,6 +95,7 @@ struct ShownPieces {
   int64_t count() const { return before.count() + behind.count(); }
 };
 ShownPieces ShownOf(const TokenRange& hidden, int64_t begin, int64_t end) {
+  QUIRE_DCHECK(begin <= end);
   const int64_t hole = std::clamp(hidden.begin, begin, end);
   const int64_t hole_end = std::clamp(hidden.end, hole, end);
   return {{begin, hole}, {hole_end, end}};
@@ -126,6 +130,7 @@ StateTensor TensorOf(const RecurrentLayerSpec& layer) {
 
 // Sections have four dimensions at most: of a state with five the first two are one.
 std::vector<int64_t> SectionDims(std::vector<int64_t> shape) {
+  QUIRE_DCHECK(!shape.empty());
   constexpr size_t kDimsMax = 4;
   while (shape.size() > kDimsMax) {
     shape[1] *= shape[0];
@@ -215,6 +220,7 @@ Result<ChunkBuffer> ExportRows(const SequenceStates& states, int64_t seq_id, int
                                ChunkFields fields, const HiddenRanges& hidden, bool with_states,
                                const ChunkWriteOptions& options) {
   const std::span<const AttentionLayerSpec> layers = LayersOf(states);
+  QUIRE_DCHECK(hidden.size() == layers.size());
   const int64_t end = start + static_cast<int64_t>(fields.tokens.size());
   std::vector<SectionSpec> sections;
   std::vector<ShownPieces> shown;
@@ -245,6 +251,7 @@ Result<ChunkBuffer> ExportRows(const SequenceStates& states, int64_t seq_id, int
                                                          SomeTokens(to, row, piece.count())));
       row += piece.count();
     }
+    QUIRE_DCHECK(row == pieces.count() && row > 0) << "layer " << layer;
   }
   if (with_states) QUIRE_RETURN_IF_ERROR(ExportStates(states, seq_id, end, writer));
   return std::move(writer).Seal();
@@ -256,9 +263,11 @@ Result<KVBlock> ImportRows(const ChunkView& chunk, const SequenceStates& states,
   const std::span<const AttentionLayerSpec> layers = LayersOf(states);
   const int64_t end = position + static_cast<int64_t>(chunk.header().tokens.size());
   KVBlock block(layers.size());
+  QUIRE_DCHECK(stored.size() == layers.size() && wanted.size() == layers.size());
   for (size_t l = 0; l < layers.size(); ++l) {
     const int64_t held = ShownOf(stored[l], position, end).count();
     const int64_t count = ShownOf(wanted[l], position, end).count();
+    QUIRE_DCHECK(held >= count) << "layer " << l << " wants rows that no chunk holds";
     if (count == 0) continue;
     QUIRE_ASSIGN_OR_RETURN(const LayerKV rows,
                            RowsOf(chunk, layers[l], static_cast<int64_t>(l), held));
@@ -276,6 +285,7 @@ Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spe
   const int64_t held = ShownOf(stored, position, chunk_end).count();
   const int64_t hidden = held - ShownOf(wanted, position, chunk_end).count();
   const int64_t count = held - hidden - std::max<int64_t>(chunk_end - end, 0);
+  QUIRE_DCHECK(hidden >= 0 && count >= 0);
   if (count == 0) return LayerKV{};
   QUIRE_ASSIGN_OR_RETURN(const LayerKV rows, RowsOf(chunk, spec, layer, held));
   return SomeTokens(rows, hidden, count);
@@ -284,6 +294,7 @@ Result<LayerKV> ChunkLayer(const ChunkView& chunk, const AttentionLayerSpec& spe
 LayerKV SomeTokens(const LayerKV& kv, int64_t first, int64_t count) {
   const auto some = [&](const TensorView& rows) {
     if (rows.rank() == 0) return rows;  // scales, where there are none
+    QUIRE_DCHECK(first >= 0 && count >= 0 && count <= rows.dim(0) - first);
     std::vector<int64_t> shape(rows.shape().begin(), rows.shape().end());
     shape[0] = count;
     const int64_t offset = first * rows.stride(0) * DTypeBytes(rows.dtype());

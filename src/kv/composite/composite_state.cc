@@ -25,6 +25,7 @@ struct StatePart {
 
   template <typename F>
   auto Ask(F&& f) const {
+    QUIRE_DCHECK((attention != nullptr) != (recurrent != nullptr)) << "a part is of one kind";
     return attention != nullptr ? f(*attention) : f(*recurrent);
   }
 };
@@ -74,6 +75,7 @@ class JointState final : public ControlledState<CompositeState> {
   Status ExplainReplay(const ControlCall& call, const Status& status) const;
   const StatePart& first() const { return all_.front(); }
   std::span<const StatePart> caches() const {
+    QUIRE_DCHECK(parts_.recurrent.size() <= all_.size());
     return std::span(all_).subspan(parts_.recurrent.size());
   }
 
@@ -172,7 +174,10 @@ Status JointState::ImportState(int64_t seq_id, int64_t position, const KVImport&
     QUIRE_RETURN_IF_ERROR(transfer_.Check(call));
     QUIRE_ASSIGN_OR_RETURN(const auto blocks, BlocksOfCaches(kv));
     std::vector<KVImport> imports(blocks.size(), kv);
-    for (size_t c = 0; c < blocks.size(); ++c) imports[c].blocks = blocks[c];
+    for (size_t c = 0; c < blocks.size(); ++c) {
+      QUIRE_DCHECK(blocks[c].size() == kv.blocks.size());
+      imports[c].blocks = blocks[c];
+    }
     PlannedParts planned(planned_);
     QUIRE_RETURN_IF_ERROR(planned.Plan([&](size_t part) {
       const bool is_cache = part >= states.size();

@@ -109,7 +109,10 @@ class PlannedHalves {
   }
 
  protected:
-  Part& part(size_t index) const { return *parts_[index]; }
+  Part& part(size_t index) const {
+    QUIRE_DCHECK(index < parts_.size() && parts_[index] != nullptr);
+    return *parts_[index];
+  }
 
  private:
   std::span<Part* const> parts_;

@@ -102,6 +102,7 @@ class AppendPlans {
 
   size_t size() const { return count_; }
   const AppendPlan& operator[](size_t i) const {
+    QUIRE_DCHECK(i < count_);
     return *reinterpret_cast<const AppendPlan*>(reinterpret_cast<const std::byte*>(first_) +
                                                 i * stride_);
   }
@@ -149,6 +150,8 @@ class BlockTree {
   // Inline: it is small beside the call.
   void PlanAppend(AppendPlan& plan, std::span<GroupAppend> groups) const {
     if (plan.copies()) return PlanCopies(plan, groups);
+    QUIRE_DCHECK(plan.count > 0 && plan.length == End(plan.last));
+    QUIRE_DCHECK(std::ssize(groups) == group_count());
     const int64_t length = plan.length;
     const int64_t end = length + plan.count;
     const Block* const last = plan.last == kNoBlock ? nullptr : &block(plan.last);
@@ -237,7 +240,10 @@ class BlockTree {
   const HiddenViews& hidden() const { return hidden_; }
   HiddenViews& hidden() { return hidden_; }
 
-  void DeferMerges() noexcept { merges_deferred_ = true; }
+  void DeferMerges() noexcept {
+    QUIRE_DCHECK(!merges_deferred_) << "two forwards are open";
+    merges_deferred_ = true;
+  }
   void RunDeferredMerges() noexcept;
   // Gives all memory back but that of the pools.
   void Clear() noexcept;
@@ -274,6 +280,7 @@ class BlockTree {
   // positions first.
   template <typename F>
   void VisitPieces(BlockIndex last, int group, int64_t begin, int64_t end, F&& visit) const {
+    QUIRE_DCHECK(group >= 0 && group < group_count());
     for (BlockIndex b = last; b != kNoBlock && block(b).end > begin; b = block(b).parent) {
       if (block(b).begin >= end) continue;
       const std::span<const PageEntry> table = entries(b, group);
@@ -299,6 +306,7 @@ class BlockTree {
   // and is known without the page table. (A hole may make up for a second page.)
   bool IsFragmented(BlockIndex last, int group, int64_t slot) const {
     const Block& end = block(last);
+    QUIRE_DCHECK(slot > 0 && slot <= end.end);
     const int64_t range_begin = end.end - slot;
     if (end.begin <= range_begin && !slice(last, group).has_holes &&
         slice(last, group).count == pool(group).RangeCount(end.begin, end.end)) {

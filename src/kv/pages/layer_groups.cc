@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "base/check.h"
 #include "tensor/checked_size.h"
 
 namespace quire {
@@ -134,6 +135,7 @@ KVLayout LayoutOf(const AttentionLayerSpec& layer, int64_t page_size) {
 // Page ids are int32.
 Result<int64_t> PageCount(const AttentionKVCacheOptions& options, const KVLayout& layout) {
   const int64_t page_size = layout.page_size;
+  QUIRE_DCHECK(page_size > 0 && options.token_capacity > 0);
   const int64_t count = (options.token_capacity - 1) / page_size + 2;
   if (count > std::numeric_limits<int32_t>::max()) {
     return OutOfRange("token_capacity", options.token_capacity,

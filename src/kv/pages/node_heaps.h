@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/check.h"
+
 namespace quire {
 
 class NodeHeaps {
@@ -27,7 +29,10 @@ class NodeHeaps {
   int64_t steps() const { return steps_; }
 
   bool Contains(int32_t node) const { return At(node).rank > 0; }
-  int64_t key(int32_t node) const { return At(node).key; }
+  int64_t key(int32_t node) const {
+    QUIRE_DCHECK(Contains(node));
+    return At(node).key;
+  }
   // `root`: the node of the least key, or kNone; it is updated. REQUIRES: the node is in no heap.
   void Insert(int32_t* root, int32_t node, int64_t key) noexcept;
   // REQUIRES: the node is in the heap of `root`.
@@ -41,8 +46,14 @@ class NodeHeaps {
     int32_t right = kNone;
     int32_t rank = 0;  // length of the path to the right; 0: in no heap
   };
-  Node& At(int32_t node) { return nodes_[static_cast<size_t>(node)]; }
-  const Node& At(int32_t node) const { return nodes_[static_cast<size_t>(node)]; }
+  Node& At(int32_t node) {
+    QUIRE_DCHECK(node >= 0 && node < std::ssize(nodes_)) << "node " << node << " was not reserved";
+    return nodes_[static_cast<size_t>(node)];
+  }
+  const Node& At(int32_t node) const {
+    QUIRE_DCHECK(node >= 0 && node < std::ssize(nodes_)) << "node " << node << " was not reserved";
+    return nodes_[static_cast<size_t>(node)];
+  }
   int32_t RankOf(int32_t node) const { return node == kNone ? 0 : At(node).rank; }
   bool FixRank(int32_t node) noexcept;
   int32_t Meld(int32_t a, int32_t b) noexcept;

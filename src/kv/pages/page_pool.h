@@ -8,6 +8,8 @@
 #include <span>
 #include <vector>
 
+#include "base/check.h"
+
 namespace quire {
 
 inline constexpr int32_t kNoPage = -1;
@@ -39,8 +41,8 @@ class PagePool {
   int64_t page_count() const { return static_cast<int64_t>(pages_.size()); }
   int64_t free_count() const { return static_cast<int64_t>(free_.size()); }
   int64_t used_count() const { return page_count() - free_count(); }
-  int32_t holds(int32_t page) const { return pages_[static_cast<size_t>(page)].holds; }
-  int32_t fill(int32_t page) const { return pages_[static_cast<size_t>(page)].fill; }
+  int32_t holds(int32_t page) const { return PageAt(page).holds; }
+  int32_t fill(int32_t page) const { return PageAt(page).fill; }
   bool FillIs(int32_t page, int64_t slot) const { return page != kNoPage && fill(page) == slot; }
   const std::vector<int32_t>& free_pages() const { return free_; }
 
@@ -53,6 +55,7 @@ class PagePool {
   }
   // Page ranges that [begin, end) touches. REQUIRES: begin <= end.
   int64_t RangeCount(int64_t begin, int64_t end) const {
+    QUIRE_DCHECK(begin <= end);
     return begin == end ? 0 : RangeIndex(end - 1) - RangeIndex(begin) + 1;
   }
 
@@ -66,6 +69,7 @@ class PagePool {
     Page& held = HeldPage(page);
     if (--held.holds > 0) return true;
     held.fill = 0;
+    QUIRE_DCHECK(free_count() < page_count()) << "a free page is freed";
     free_.push_back(page);
     if (listener_ != nullptr) listener_->OnPageFreed(group_, page);
     return false;
@@ -79,6 +83,7 @@ class PagePool {
   }
   // The next `count` pages that Take will give.
   void PrefetchFree(int64_t count) const {
+    QUIRE_DCHECK(count <= free_count());
     for (const int32_t page : std::span(free_).last(static_cast<size_t>(count))) Prefetch(page);
   }
 
@@ -94,7 +99,14 @@ class PagePool {
     int32_t holds = 0;
     int32_t fill = 0;
   };
-  int32_t FillTo(int64_t end) const { return static_cast<int32_t>(Slot(end - 1) + 1); }
+  const Page& PageAt(int32_t page) const {
+    QUIRE_DCHECK(page >= 0 && page < page_count()) << "no page " << page;
+    return pages_[static_cast<size_t>(page)];
+  }
+  int32_t FillTo(int64_t end) const {
+    QUIRE_DCHECK(end > 0);
+    return static_cast<int32_t>(Slot(end - 1) + 1);
+  }
   int32_t TakeWithFill(int32_t fill) noexcept {
     if (free_.empty()) [[unlikely]]
       FailEmpty();

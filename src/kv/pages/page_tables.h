@@ -67,6 +67,7 @@ class PageTables {
 
   // ---- Slices and their entries.
   size_t SlotOf(BlockIndex index, int group) const {
+    QUIRE_DCHECK(index >= 0 && group >= 0 && group < group_count_);
     return static_cast<size_t>(index) * static_cast<size_t>(group_count_) +
            static_cast<size_t>(group);
   }
@@ -85,6 +86,7 @@ class PageTables {
   }
   // The first entry behind the table's first that starts at or behind `position`.
   static size_t FirstEntryFrom(std::span<const PageEntry> table, int64_t position) {
+    QUIRE_DCHECK(!table.empty()) << "a slice has an entry";
     const auto starts_before = [](const PageEntry& entry, int64_t p) { return entry.start < p; };
     return static_cast<size_t>(
         std::lower_bound(table.begin() + 1, table.end(), position, starts_before) - table.begin());
@@ -120,6 +122,7 @@ class PageTables {
   };
   // The first piece of [from, end).
   NewPiece FirstNewPiece(int group, const AbsentRange& absent, int64_t from, int64_t end) const {
+    QUIRE_DCHECK(from < end);
     const bool is_absent = absent.begin <= from && from < absent.end;
     if (end - from == 1) return {end, is_absent};
     int64_t to = std::min(end, pool(group).RangeEnd(from));
@@ -153,7 +156,10 @@ class PageTables {
   void GrowSlices(size_t count) noexcept { slices_.resize(count * pools_.size()); }
   void EnsureFreeArrays(size_t count);
   // The n-th array that TakeArray will return, n = 0 the next one.
-  int32_t FreeArray(size_t n) const { return free_arrays_[free_arrays_.size() - 1 - n]; }
+  int32_t FreeArray(size_t n) const {
+    QUIRE_DCHECK(n < free_arrays_.size());
+    return free_arrays_[free_arrays_.size() - 1 - n];
+  }
   void PrefetchFreeArrays(size_t count) const;
   void PrefetchArray(int32_t array) const {
     __builtin_prefetch(&arrays_[static_cast<size_t>(array)]);
@@ -182,6 +188,7 @@ class PageTables {
   }
   // The first entry of a new slice: `page`, which another slice has too.
   void StartInPage(PageSlice& s, int group, int64_t start, int32_t page) noexcept {
+    QUIRE_DCHECK(s.count == 0 && page != kNoPage);
     pool(group).Hold(page);
     array_at(s.array).entries.push_back({.start = start, .page = page});
     s.tail = page;
@@ -234,6 +241,7 @@ class PageTables {
   // The slice of a leaf ends at `end` from now on. Returns the number of pages given back.
   int64_t Trim(BlockIndex leaf, int group, int64_t end) noexcept {
     PageSlice& s = slice_at(leaf, group);
+    QUIRE_DCHECK(s.count >= 1) << "a slice has an entry";
     const PageEntry* const table = array_data(s.array) + s.first;
     int64_t released = 0;
     for (; s.count > 1 && table[s.count - 1].start >= end; --s.count) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/check.h"
 #include "kernels/backend.h"
 #include "kv/pages/block_tree.h"
 
@@ -60,8 +61,14 @@ class SequenceTable {
     __builtin_prefetch(entry, 1);
     __builtin_prefetch(entry + offsetof(Sequence, pending), 1);
   }
-  Sequence& operator[](int32_t index) { return sequences_[static_cast<size_t>(index)]; }
-  const Sequence& operator[](int32_t index) const { return sequences_[static_cast<size_t>(index)]; }
+  Sequence& operator[](int32_t index) {
+    QUIRE_DCHECK(index >= 0 && index < std::ssize(sequences_)) << "no entry " << index;
+    return sequences_[static_cast<size_t>(index)];
+  }
+  const Sequence& operator[](int32_t index) const {
+    QUIRE_DCHECK(index >= 0 && index < std::ssize(sequences_)) << "no entry " << index;
+    return sequences_[static_cast<size_t>(index)];
+  }
 
   // Makes the next Insert succeed. May throw std::bad_alloc; then nothing has changed.
   void ReserveOne();

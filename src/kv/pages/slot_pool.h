@@ -26,7 +26,10 @@ class SlotPool {
 
   int64_t slot_count() const { return static_cast<int64_t>(holders_.size()); }
   int64_t free_count() const { return static_cast<int64_t>(free_.size()); }
-  int32_t holder_count(int32_t slot) const { return holders_[static_cast<size_t>(slot)]; }
+  int32_t holder_count(int32_t slot) const {
+    QUIRE_DCHECK(slot >= 0 && slot < slot_count()) << "no slot " << slot;
+    return holders_[static_cast<size_t>(slot)];
+  }
 
   // The slot freed last, with one holder. REQUIRES: free_count() > 0.
   int32_t Take() noexcept;

@@ -13,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "base/check.h"
 #include "kernels/backend.h"
 #include "kv/pages/block_tree.h"
 #include "quire/status.h"
@@ -32,6 +33,7 @@ struct TokenTree {
 
   int64_t size() const { return static_cast<int64_t>(parents.size()); }
   AppendTarget SlotOf(const PagePool& pool, int group, int64_t node) const {
+    QUIRE_DCHECK(node >= 0 && node < size());
     const std::vector<int32_t>& pages = groups[static_cast<size_t>(group)].pages;
     return {.page = pages[static_cast<size_t>(node / pool.page_size())],
             .slot = static_cast<int32_t>(pool.Slot(node))};
@@ -66,6 +68,7 @@ class TokenTrees {
 
   // Pages that `count` more nodes take in a group.
   static int64_t PagesFor(const PagePool& pool, int64_t size, int64_t count) {
+    QUIRE_DCHECK(size >= 0 && count >= 0);
     return pool.RangeCount(0, size + count) - pool.RangeCount(0, size);
   }
   // Memory for AddNodes of `count` nodes. Moves no tree but when the table grows. May throw
@@ -75,6 +78,7 @@ class TokenTrees {
   void AddNodes(BlockTree& tree, int32_t sequence, std::span<const int64_t> parents,
                 std::span<const int32_t> depths) noexcept;
   void SetOpensTile(int32_t sequence, int group, bool opens) noexcept {
+    QUIRE_DCHECK(Find(sequence) != nullptr) << "entry " << sequence << " has no tree";
     trees_[static_cast<size_t>(sequence)].groups[static_cast<size_t>(group)].opens_tile = opens;
   }
   // Drops the nodes from `size` on, and their pages. Returns the levels that are left.

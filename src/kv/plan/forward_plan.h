@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "base/check.h"
 #include "kernels/backend.h"
 #include "kv/pages/block_tree.h"
 #include "kv/pages/token_tree.h"
@@ -57,7 +58,10 @@ struct ForwardMember {
   int64_t base() const { return is_tree() ? committed : append.length + imported; }
   int64_t row_count() const { return is_tree() ? node_count : append.count - imported; }
   int64_t position_end() const { return base() + (is_tree() ? levels : row_count()); }
-  int64_t first_node() const { return tree->size() - node_count; }
+  int64_t first_node() const {
+    QUIRE_DCHECK(tree != nullptr && tree->size() >= node_count) << "its nodes are not added";
+    return tree->size() - node_count;
+  }
   bool appends() const { return append.count > 0; }
 };
 

@@ -25,6 +25,7 @@
 #include <string>
 #include <vector>
 
+#include "base/check.h"
 #include "kernels/backend.h"
 #include "kv/plan/forward_plan.h"
 
@@ -45,6 +46,7 @@ class QueryPlan {
 
   // Append rows 0, 1, ... of an ordinary forward.
   std::span<const int32_t> AllRows(int64_t count) const {
+    QUIRE_DCHECK(count >= 0 && count <= std::ssize(all_rows_)) << "ReserveRows was left out";
     return std::span<const int32_t>(all_rows_).first(static_cast<size_t>(count));
   }
 
@@ -73,9 +75,13 @@ class QueryPlan {
   }
   std::span<const SharedSpan> shared() const { return shared_; }
   // Where the input rows are stored; [input row]. REQUIRES: is_packed.
-  const TokenSlots& fresh(int group) const { return groups_[static_cast<size_t>(group)].fresh; }
+  const TokenSlots& fresh(int group) const {
+    QUIRE_DCHECK(is_packed_);
+    return groups_[static_cast<size_t>(group)].fresh;
+  }
   // [append row]: for those that do not go on, whether they open their tile. REQUIRES: is_packed.
   std::span<const uint8_t> moved_opens_tile(int group) const {
+    QUIRE_DCHECK(is_packed_);
     return groups_[static_cast<size_t>(group)].moved_opens_tile;
   }
 

@@ -163,6 +163,7 @@ SlottedRNNState::SlottedRNNState(const RNNStateOptions& options, const StateHist
 
 void SlottedRNNState::OnSlotFreed(int32_t slot) noexcept {
   const size_t per_slot = static_cast<size_t>(options_.num_layers) * layouts_.size();
+  QUIRE_DCHECK(slot >= 0 && (static_cast<size_t>(slot) + 1) * per_slot <= is_set_.size());
   std::memset(is_set_.data() + static_cast<size_t>(slot) * per_slot, 0, per_slot);
   if (!options_.poison_freed_slots) return;
   std::memset(storage_.data() + static_cast<size_t>(slot) * slot_bytes_, kPoisonByte, slot_bytes_);
@@ -282,6 +283,7 @@ namespace {
 
 // Row i of a tensor that is contiguous but for its first axis.
 std::byte* RowOf(const TensorView& tensor, int64_t i) {
+  QUIRE_DCHECK(i >= 0 && i < tensor.dim(0));
   return tensor.data_as<std::byte>() + i * tensor.stride(0) * DTypeBytes(tensor.dtype());
 }
 

@@ -104,6 +104,7 @@ void StateBatch::PlanBlocks(const StateTrack& track, StateMember& member) const 
   member.copied_block = -1;
   if (interval == 0) return;
   const int64_t first = member.input_start / interval;
+  QUIRE_DCHECK(member.input_start <= member.end());
   const int64_t last = (member.end() - 1) / interval;
   for (const InputBlock& block : track.blocks) {
     if (block.index < first) continue;
@@ -171,7 +172,10 @@ void StateBatch::TakeBlocks() noexcept {
 }
 
 void StateBatch::ReleaseSlots(const StateMember& member) noexcept {
-  for (size_t r = member.pending.size(); r-- > 0;) tracks_.slots().Release(member.pending[r].slot);
+  for (size_t r = member.pending.size(); r-- > 0;) {
+    QUIRE_DCHECK(member.pending[r].slot >= 0) << "no slot was taken";
+    tracks_.slots().Release(member.pending[r].slot);
+  }
 }
 
 void StateBatch::ReleaseBlocks(const StateMember& member) noexcept {

@@ -15,6 +15,7 @@
 #include <span>
 #include <vector>
 
+#include "base/check.h"
 #include "kv/recurrent/state_tracks.h"
 #include "quire/attention_kv_cache.h"
 
@@ -86,6 +87,7 @@ class StateBatch {
   // ---- Rows of the open forward.
   bool is_tree() const { return count_ > 0 && members_[0].is_tree; }  // then all members are
   int64_t NodeOfRow(const StateMember& member, int64_t row) const {
+    QUIRE_DCHECK(member.is_tree && row >= member.first_row);
     return tracks_[member.index].tree.size() - member.row_count + row - member.first_row;
   }
   // The slot for the state behind a row, -1 if none was added; and for the state before it, -1 for

@@ -171,6 +171,7 @@ Status StateHistory::PlanCut(const ControlCall& call, const StateTrack& track, i
     ReserveGrowing(tracks_[index_].records, cut_.record_count + 1);
   }
   if (!cut_.replays) return Status();
+  QUIRE_DCHECK(!track.blocks.empty() && options_.keep.interval > 0) << "no inputs are held";
   if (slots().free_count() == 0) return NoFreeSlots(call, "slot for a state", 1, slots());
   const int64_t first_block = track.blocks.front().index;
   const int64_t block = held.position / options_.keep.interval - first_block;
@@ -281,6 +282,7 @@ void StateHistory::FinishCut(StateTrack& track) noexcept {
 }
 
 void StateHistory::CommitFork() noexcept {
+  QUIRE_DCHECK(position_ <= tracks_[index_].length);
   tracks_.CopyCut(tracks_[index_], cut_, &child_);
   FinishCut(child_);
   std::swap(tracks_.Start(control_.table().Insert(call_.child_id)), child_);
@@ -309,6 +311,7 @@ void StateHistory::CommitImport() noexcept {
   StateTrack& track = tracks_[index_];
   QUIRE_DCHECK(!table()[index_].retained);
   QUIRE_DCHECK(import_slot_ >= 0) << "no import is planned";
+  QUIRE_DCHECK(position_ > track.length && track.tree.size() == 0);
   tracks_.Release(track, false);
   const bool keeps_inputs = options_.keep.interval > 0;
   track.length = position_;

@@ -43,6 +43,7 @@ int64_t TrackBytes(const std::vector<T>&... tables) {
 }  // namespace
 
 int64_t BlocksOfNodes(int64_t node_count, int64_t interval) {
+  QUIRE_DCHECK(node_count >= 0 && interval >= 0);
   return interval == 0 ? 0 : CeilDiv(node_count, interval);
 }
 
@@ -163,6 +164,7 @@ void StateTracks::KeepBlocks(StateTrack& track, std::vector<InputBlock>& blocks)
 }
 
 void StateTracks::Retain(StateTrack& track) noexcept {
+  QUIRE_DCHECK(track.tree.size() == 0) << "a retained sequence has no tree";
   std::erase_if(track.records, [&](const StateRecord& record) {
     if (StaysRetained(track, record)) return false;
     slots_.Release(record.slot);
@@ -194,6 +196,7 @@ void StateTracks::ReleaseRecord(const StateRecord& record, bool retained) noexce
 }
 
 void StateTracks::HoldRetained(int32_t slot) noexcept {
+  QUIRE_DCHECK(slots_.holder_count(slot) > retained_holders_[static_cast<size_t>(slot)]);
   if (retained_holders_[static_cast<size_t>(slot)]++ == 0) ++retained_slot_count_;
 }
 

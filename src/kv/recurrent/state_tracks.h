@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/check.h"
 #include "kv/pages/slot_pool.h"
 #include "quire/status.h"
 
@@ -96,8 +97,14 @@ class StateTracks {
   SlotPool& blocks() { return blocks_; }
   const SlotPool& slots() const { return slots_; }
   const SlotPool& blocks() const { return blocks_; }
-  const StateTrack& operator[](int32_t index) const { return tracks_[static_cast<size_t>(index)]; }
-  StateTrack& operator[](int32_t index) { return tracks_[static_cast<size_t>(index)]; }
+  const StateTrack& operator[](int32_t index) const {
+    QUIRE_DCHECK(index >= 0 && index < std::ssize(tracks_)) << "no entry " << index;
+    return tracks_[static_cast<size_t>(index)];
+  }
+  StateTrack& operator[](int32_t index) {
+    QUIRE_DCHECK(index >= 0 && index < std::ssize(tracks_)) << "no entry " << index;
+    return tracks_[static_cast<size_t>(index)];
+  }
   int64_t node_count() const { return node_count_; }
   int64_t retained_slot_count() const { return retained_slot_count_; }
   // The number of slots that retained sequences would hold with this one.
