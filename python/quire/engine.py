@@ -847,10 +847,12 @@ class Engine(_ffi.ThreadOwner):
 
         Prompts that other processes compute (`prefill_from`): remote_tokens, remote_bytes;
         remote_waiting (requests that wait for them), remote_losses (prompts that were not
-        finished), remote_overlap_ns (that was computed for others meanwhile), staging_bytes (of
-        them on their way to their pages now), staging_bytes_largest (ever). Prompts for others
+        finished), remote_timeouts (of these, those whose deadline or lease was over),
+        remote_overlap_ns (that was computed for others meanwhile), staging_bytes (of them on their
+        way to their pages now), staging_bytes_largest (ever). Prompts for others
         (:meth:`serve_prefill`): served_peers (connections), served_waiting, served_prompts,
-        served_tokens (that were sent), served_losses (refused or broken off).
+        served_tokens (that were sent), served_losses (refused or broken off), served_timeouts (of
+        these, those whose deadline or lease was over, or whose rows were not taken in time).
         """
         return {str(name): int(value) for name, value in self._handle.stats(wait).items()}
 
