@@ -438,15 +438,17 @@ struct EngineStats {
   double compute_seconds_per_token = 0;  // of prompts, measured: what a load must beat; 0: not yet
   // Prompts that peers computed for this engine: tokens and bytes that came, requests that wait for
   // them now, time during which this engine computed for others meanwhile, and prompts that were
-  // not finished.
+  // not finished; of these, the ones whose deadline or lease was over.
   int64_t remote_tokens = 0, remote_bytes = 0, remote_waiting = 0, remote_losses = 0;
+  int64_t remote_timeouts = 0;
   // Bytes of them between their arrival and their page: now, and the most there ever were.
   int64_t staging_bytes = 0, staging_bytes_largest = 0;
   double remote_overlap_seconds = 0;
   // Prompts that this engine computes for peers: connections, prompts in work or queued, those that
-  // were sent whole and their tokens that were sent, and those that were refused or broken off.
+  // were sent whole and their tokens that were sent, and those that were refused or broken off; of
+  // these, the ones whose deadline or lease was over, or whose peer did not take the rows in time.
   int64_t served_peers = 0, served_waiting = 0, served_prompts = 0, served_tokens = 0;
-  int64_t served_losses = 0;
+  int64_t served_losses = 0, served_timeouts = 0;
   // As in StepOutput, over all requests, and the time that guessing took. Tokens of answers per
   // decode_forwards are what speculation saves at most.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;

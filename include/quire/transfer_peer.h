@@ -133,8 +133,9 @@ class TransferPeer : public LayerSink {
   // TooLarge for a job or map of more than a frame, or a salt of more than kSaltBytesMax; the
   // connection's status.
   virtual Status Request(const TransferJob& job, const ReceiveMap& map) = 0;
-  // The sender is told; nothing more arrives for the epoch. NotFound.
-  virtual Status Cancel(uint64_t epoch) = 0;
+  // The sender is told, and why; nothing more arrives for the epoch. NotFound; BadArgument for an
+  // ok status.
+  virtual Status Cancel(uint64_t epoch, const Status& why) = 0;
 
   // ---- Sending
   // The oldest request that no call has returned; none until until_ns of `clock`. The connection's

@@ -847,10 +847,12 @@ class Engine(_ffi.ThreadOwner):
 
         Prompts that other processes compute (`prefill_from`): remote_tokens, remote_bytes;
         remote_waiting (requests that wait for them), remote_losses (prompts that were not
-        finished), remote_overlap_ns (that was computed for others meanwhile), staging_bytes (of
-        them on their way to their pages now), staging_bytes_largest (ever). Prompts for others
+        finished), remote_timeouts (of these, those whose deadline or lease was over),
+        remote_overlap_ns (that was computed for others meanwhile), staging_bytes (of them on their
+        way to their pages now), staging_bytes_largest (ever). Prompts for others
         (:meth:`serve_prefill`): served_peers (connections), served_waiting, served_prompts,
-        served_tokens (that were sent), served_losses (refused or broken off).
+        served_tokens (that were sent), served_losses (refused or broken off), served_timeouts (of
+        these, those whose deadline or lease was over, or whose rows were not taken in time).
         """
         return {str(name): int(value) for name, value in self._handle.stats(wait).items()}
 
@@ -1642,15 +1644,11 @@ def _make_store(options: Mapping[str, Any]) -> ChunkStore:
     return ChunkStore(**tiers, key=b"" if key_file is None else read_key_file(key_file))
 
 
-# What arrives from other processes and is not in its pages yet, where it is not said.
-_STAGING_BYTES = 64 << 20
-
-
 def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of an engine as the library takes them."""
     mine = _options.of_part("engine", options)
     if mine["staging_bytes"] == 0 and _options.of_part("peers", options)["addresses"]:
-        mine["staging_bytes"] = _STAGING_BYTES
+        mine["staging_bytes"] = int(_ffi.function("default_staging_bytes")())
     kv_dtype, draft_model = mine.pop("kv_dtype"), mine.pop("draft_model")
     if draft_model is not None:
         draft = model_folder(_folder_name(draft_model, "draft_model"))

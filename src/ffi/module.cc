@@ -11,6 +11,7 @@
 #include "ffi/tensors.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/kernel_paths.h"
+#include "quire/kv_transfer.h"
 #include "quire/model.h"
 #include "quire/rope.h"
 
@@ -62,6 +63,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("quire.refused_kernel_path", [] { return tf::String(RefusedKernelPath()); })
       .def("quire.default_page_size",
            [](const OptionMap& layer) { return DefaultPageSize(ReadLayerSpec(layer)); })
+      .def("quire.default_staging_bytes", [] { return StagingUse::kLimitDefault; })
       .def("quire.rope_frequencies", RopeFrequenciesOf)
       .def("quire.pack_model", PackModel)
       .def("quire.error_kinds", ErrorKindNames);

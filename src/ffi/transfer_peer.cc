@@ -151,7 +151,10 @@ void TransferPeerObj::Request(const OptionMap& job, const OptionMap& map) {
 }
 
 void TransferPeerObj::Cancel(int64_t epoch) {
-  latch_.Run([&] { return peer_->Cancel(static_cast<uint64_t>(epoch)); });
+  latch_.Run([&] {
+    const Status why(StatusCode::kCancelled, "the receiver cancelled it");
+    return peer_->Cancel(static_cast<uint64_t>(epoch), why);
+  });
 }
 
 tf::Optional<OptionMap> TransferPeerObj::NextRequest(int64_t timeout_ns) {

@@ -247,8 +247,11 @@ Status PeerConnection::Request(const TransferJob& job, const ReceiveMap& map) {
   });
 }
 
-Status PeerConnection::Cancel(uint64_t epoch) {
-  return WithSession([&] { return session_.receives().Cancel(epoch); });
+Status PeerConnection::Cancel(uint64_t epoch, const Status& why) {
+  return WithSession([&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(CheckReason("Cancel", why));
+    return session_.receives().Cancel(epoch, why);
+  });
 }
 
 // ---------------------------------------------------------------------------------------- sending

@@ -55,7 +55,7 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
 
   Status SetReceiver(KVTransfer* receiver) override;
   Status Request(const TransferJob& job, const ReceiveMap& map) override;
-  Status Cancel(uint64_t epoch) override;
+  Status Cancel(uint64_t epoch, const Status& why) override;
   Result<std::optional<TransferRequest>> NextRequest(Clock& clock, int64_t until_ns) override;
   Status SendStatus(uint64_t epoch) const override;
   int64_t send_room() const override;

@@ -237,9 +237,10 @@ TEST(PeerConnection, AnOwnerIsWokenForWhatComesAndWhatEnds) {
   EXPECT_EQ(pair.from->SendStatus(map.epoch).code(), StatusCode::kNotFound);
   ASSERT_TRUE(pair.to->Request({}, map).ok());
   EXPECT_TRUE(wait_for([&] { return pair.from->SendStatus(map.epoch).ok(); }));
-  ASSERT_TRUE(pair.to->Cancel(map.epoch).ok());
+  EXPECT_EQ(pair.to->Cancel(map.epoch, Status()).code(), StatusCode::kBadArgument);
+  ASSERT_TRUE(pair.to->Cancel(map.epoch, Status(StatusCode::kTimeout, "too late")).ok());
   EXPECT_TRUE(
-      wait_for([&] { return pair.from->SendStatus(map.epoch).code() == StatusCode::kCancelled; }));
+      wait_for([&] { return pair.from->SendStatus(map.epoch).code() == StatusCode::kTimeout; }));
   pair.to->Close();
   EXPECT_TRUE(wait_for([&] { return !pair.from->status().ok(); }));
   pair.from->SetWake(nullptr);
@@ -303,7 +304,7 @@ TEST(PeerConnection, AfterACancelNoLateRowIsTaken) {
       ASSERT_TRUE(epoch.ok());
       // Rows are on their way when the reservation ends.
       static_cast<void>(pair.Send(*epoch, 0, 4));
-      ASSERT_TRUE(pair.to->Cancel(*epoch).ok());
+      ASSERT_TRUE(pair.to->Cancel(*epoch, Status(StatusCode::kCancelled, "test")).ok());
       pair.receiver.End(*epoch);
     }
     const auto epoch = pair.Ask(4);

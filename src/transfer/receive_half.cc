@@ -81,12 +81,13 @@ Status ReceiveHalf::Open(const TransferRequest& request, int64_t now_ns) {
   return Status();
 }
 
-Status ReceiveHalf::Cancel(uint64_t epoch) {
+Status ReceiveHalf::Cancel(uint64_t epoch, const Status& why) {
+  QUIRE_DCHECK(!why.ok());
   if (transfers_.count(epoch) == 0) {
     return Status(StatusCode::kNotFound, "Cancel: no transfer of epoch " + std::to_string(epoch) +
                                              " is open on this connection");
   }
-  End(epoch, Status(StatusCode::kCancelled, "the receiver cancelled it"));
+  End(epoch, why);
   return Status();
 }
 

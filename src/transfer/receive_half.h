@@ -53,7 +53,7 @@ class ReceiveHalf {
   void SetSenderLease(int64_t ns) { lease_ns_ = std::min(options_.lease_ns, ns); }
 
   Status Open(const TransferRequest& request, int64_t now_ns);
-  Status Cancel(uint64_t epoch);
+  Status Cancel(uint64_t epoch, const Status& why);
   // The connection is over: every reservation fails.
   void EndAll(const Status& why);
   void Tick(int64_t now_ns);

@@ -19,6 +19,8 @@ namespace {
 
 using wire::TransferOpcode;
 
+const Status kUnwanted(StatusCode::kCancelled, "unwanted");
+
 using Spoil = std::function<void(std::vector<std::byte>&)>;
 
 // A receiver that connects and a sender that listens; the test carries their bytes.
@@ -283,7 +285,7 @@ TEST(TransferSession, ATransferThatEndsWhileItWaitsForRoomLetsTheOthersGoOn) {
     if (by_deadline) {
       session.Tick(pair.now);
     } else {
-      EXPECT_TRUE(session.receives().Cancel(map.epoch).ok());
+      EXPECT_TRUE(session.receives().Cancel(map.epoch, kUnwanted).ok());
     }
     EXPECT_FALSE(session.receives().waits_for_room());
     pair.Exchange();
@@ -357,7 +359,7 @@ TEST(TransferSession, CancelAtEveryStageFreesBothSides) {
     int frames = 0;
     const auto cancel = [&] {
       if (frames++ == stage) {
-        EXPECT_TRUE(pair.receiver.session.receives().Cancel(map.epoch).ok());
+        EXPECT_TRUE(pair.receiver.session.receives().Cancel(map.epoch, kUnwanted).ok());
         pair.receiver.receiver.End(map.epoch);
       }
     };
@@ -382,7 +384,7 @@ TEST(TransferSession, ACancelDoesNotPassItsRequest) {
   const ReceiveMap map = pair.receiver.receiver.Reserve(4);
   ReceiveHalf& receives = pair.receiver.session.receives();
   ASSERT_TRUE(receives.Open({.job = {.id = 1, .tokens = {1, 2, 3}}, .map = map}, pair.now).ok());
-  ASSERT_TRUE(receives.Cancel(map.epoch).ok());
+  ASSERT_TRUE(receives.Cancel(map.epoch, kUnwanted).ok());
   pair.Exchange();
   pair.ExpectQuiet();
   EXPECT_EQ(pair.sender.over.at(map.epoch).code(), StatusCode::kCancelled);

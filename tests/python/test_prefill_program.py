@@ -340,7 +340,8 @@ def test_a_process_that_stands_still_is_left_behind(start: Start, roomy: TinyMod
         prefill.process.send_signal(signal.SIGSTOP)
         found = engine.generate(IDS, max_tokens=6, greedy=True)
         assert same_answers(found, alone) and found.usage.remote_tokens == 0
-        assert engine.stats()["remote_losses"] == 1
+        stats = engine.stats()
+        assert stats["remote_losses"] == 1 and stats["remote_timeouts"] == 0
         (peer,) = engine.prefill_peers()
         assert peer.losses == 1 and not peer.connected and "sign of life" in peer.error
 
@@ -352,6 +353,8 @@ def test_a_prompt_has_a_deadline(start: Start, roomy: TinyModel) -> None:
         prefill.process.send_signal(signal.SIGSTOP)
         with pytest.raises(quire.QuireError, match="0 of 399 tokens came within 200 ms"):
             engine.generate(IDS, max_tokens=6, greedy=True)
+        stats = engine.stats()
+        assert stats["remote_timeouts"] == stats["remote_losses"] == 1
         prefill.process.send_signal(signal.SIGCONT)
 
 

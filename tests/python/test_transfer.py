@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import quire
-from quire import KVCache, LayerSpec, LocalChannel, ReceiveMap
+from quire import KVCache, LayerSpec, LocalChannel, ReceiveMap, _ffi
 
 LAYERS = [LayerSpec(4, 2, 16, dtype="float32"), LayerSpec(4, 2, 16, dtype="int8")]
 
@@ -75,6 +75,8 @@ def test_a_prefill_goes_on_in_another_cache_bit_for_bit() -> None:
 def test_what_arrives_holds_no_more_than_the_staging_limit() -> None:
     sender, receiver, _ = pair()
     assert receiver.staging() == {"limit": 64 << 20, "held": 0, "largest": 0}
+    # What the memory plan of an engine counts.
+    assert _ffi.function("default_staging_bytes")() == receiver.staging()["limit"]
     with pytest.raises(quire.BadArgumentError, match="staging_bytes is 5"):
         receiver.set_staging_limit(5)
     receiver.set_staging_limit(600)  # two rows of the float32 layer

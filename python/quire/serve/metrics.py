@@ -60,6 +60,14 @@ _COUNTERS = {
     ),
     "served_tokens": ("prefill_served_tokens_total", "Their tokens that were sent."),
     "served_losses": ("prefill_served_losses_total", "Prompts that were refused or broken off."),
+    "served_timeouts": (
+        "prefill_served_timeouts_total",
+        "Of these, prompts whose deadline or lease was over, or whose rows were not taken in time.",
+    ),
+    "remote_timeouts": (
+        "prefill_timeouts_total",
+        "Prompts that other processes did not finish in time.",
+    ),
     "loads": ("kv_loads_total", "Loads from the chunk store."),
     "stored_chunks": ("kv_stored_chunks_total", "Chunks put into the store."),
     "stored_bytes": ("kv_stored_bytes_total", "Bytes put into the store."),

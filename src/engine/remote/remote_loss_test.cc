@@ -100,6 +100,7 @@ TEST_F(RemoteLoss, AtEveryCallOfTheSenderWhatHasARecordIsKept) {
     // The rest of the prompt, and the answer's tokens but for the last.
     EXPECT_EQ(lost.stats.computed_tokens, kPrompt - RowsAfter(call) + 7);
     EXPECT_EQ(lost.stats.remote_losses, is_whole ? 0 : 1);
+    EXPECT_EQ(lost.stats.remote_timeouts, 0);
     EXPECT_EQ(lost.stats.remote_tokens, lost.end.remote_tokens);
     EXPECT_EQ(lost.info.losses, is_whole ? 0 : 1);
     EXPECT_EQ(lost.info.prompts, is_whole ? 1 : 0);
@@ -159,6 +160,7 @@ TEST_F(RemoteLoss, ASilentPeerIsGivenUpWhenItsTimeIsOver) {
     clock->Advance(kMilli);
     server.Finish();
     EXPECT_EQ(server.engine->Stats().remote_losses, 1);
+    EXPECT_EQ(server.engine->Stats().remote_timeouts, 1);
     const Answer& answer = server.answers[{id, 0}];
     if (on_loss == OnPeerLoss::kRecompute) {
       ExpectEqual(answer, Alone(prompt, Greedy(8)), "computed here");
@@ -169,8 +171,45 @@ TEST_F(RemoteLoss, ASilentPeerIsGivenUpWhenItsTimeIsOver) {
     }
     hand.Join();
     while (hand.peer()->stats().sends_open > 0) std::this_thread::yield();  // it is told
+    EXPECT_EQ(hand.peer()->SendStatus(1).code(), StatusCode::kTimeout) << "its only epoch";
     ExpectAllPagesBack(server);
   }
+}
+
+// The peer is in a forward of the prompt when its time is over. A prompt whose time is over before
+// the peer has begun it is tried again with another one.
+TEST_F(RemoteLoss, BothSidesCountPromptsWhoseTimeIsOver) {
+  Server prefill({.page_size = 8, .chunk = 12});
+  Server server({.page_size = 4});
+  Attach(&server, {.addresses = {Serve(&prefill, Endpoint())},
+                   .when = RemotePrefill::kAlways,
+                   .timeout_ms = 50});
+  const auto step = [](Server* one) {
+    if (one->engine->Idle()) return;
+    EXPECT_TRUE(one->Step().ok());
+  };
+  prefill.model->fault = [&](std::span<const int32_t>) {
+    while (!server.engine->Idle()) step(&server);
+    while (prefill.engine->Idle()) std::this_thread::yield();  // its connection tells of the end
+    return Status();
+  };
+  for (uint64_t seed = 1; prefill.engine->Stats().served_losses == 0; ++seed) {
+    const Tokens prompt = Text(kPrompt, seed);
+    const int64_t id = server.Submit(prompt, Greedy(8));
+    while (!server.engine->Idle() || !prefill.engine->Idle()) {
+      step(&server);
+      step(&prefill);
+    }
+    ExpectEqual(server.answers[{id, 0}], Alone(prompt, Greedy(8)), "computed here");
+  }
+  const EngineStats here = server.engine->Stats();
+  EXPECT_GE(here.remote_losses, 1);
+  EXPECT_EQ(here.remote_timeouts, here.remote_losses);
+  const EngineStats there = prefill.engine->Stats();
+  EXPECT_EQ(there.served_losses, 1);
+  EXPECT_EQ(there.served_timeouts, 1);
+  ExpectAllPagesBack(server);
+  ExpectAllPagesBack(prefill);
 }
 
 // Each token takes a millisecond here. What the peer says of itself decides.

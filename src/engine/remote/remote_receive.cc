@@ -13,7 +13,8 @@ RemoteReceive::RemoteReceive(KVTransfer* transfer, std::shared_ptr<TransferPeer>
       sequence_id_(sequence_id),
       epoch_(map.epoch),
       first_(map.first_position),
-      count_(map.count) {}
+      count_(map.count),
+      unwanted_(StatusCode::kCancelled, "the receiver cancelled it") {}
 
 Result<std::unique_ptr<RemoteReceive>> RemoteReceive::Start(KVTransfer* transfer,
                                                             std::shared_ptr<TransferPeer> peer,
@@ -39,13 +40,19 @@ RemoteReceive::~RemoteReceive() {
   // not know the job, has no need to be told.
   const Status cancelled = transfer_->DisaggCancelRecv(epoch_);
   QUIRE_CHECK(cancelled.ok()) << cancelled.ToString();
-  static_cast<void>(peer_->Cancel(epoch_));
+  static_cast<void>(peer_->Cancel(epoch_, unwanted_));
 }
 
 Result<RemoteReceive::Progress> RemoteReceive::Poll() const {
   QUIRE_CHECK(!is_over_);
   QUIRE_ASSIGN_OR_RETURN(const ReceiveProgress progress, transfer_->GetReceiveProgress(epoch_));
   return Progress{.complete = progress.complete, .failure = progress.failure};
+}
+
+// A peer that is gone, or has ended the job itself, has no need to be told.
+void RemoteReceive::TellEnd(const Status& why) noexcept {
+  QUIRE_CHECK(!is_over_);
+  static_cast<void>(peer_->Cancel(epoch_, why));
 }
 
 void RemoteReceive::Await(Clock& clock, int64_t until_ns) const {
@@ -60,7 +67,7 @@ Status RemoteReceive::Finish(int64_t n) {
   QUIRE_CHECK(n <= count_);
   QUIRE_RETURN_IF_ERROR(transfer_->DisaggCommitRecv(epoch_, n));
   is_over_ = true;
-  static_cast<void>(peer_->Cancel(epoch_));  // the peer need not send more of it
+  static_cast<void>(peer_->Cancel(epoch_, unwanted_));  // the peer need not send more of it
   return {};
 }
 

@@ -34,6 +34,8 @@ class RemoteReceive {
     Status failure;        // nothing more will come
   };
   Result<Progress> Poll() const;
+  // The peer learns why nothing more is wanted, in place of a plain cancel.
+  void TellEnd(const Status& why) noexcept;
   // Until all has come, nothing more will, or the moment.
   void Await(Clock& clock, int64_t until_ns) const;
   // The first n tokens are the sequence's from now on, and the transfer is over. After an error it
@@ -50,6 +52,7 @@ class RemoteReceive {
   const uint64_t epoch_;
   const int64_t first_;
   const int64_t count_;
+  const Status unwanted_;  // the peer is told
   bool is_over_ = false;
 };
 

@@ -114,6 +114,9 @@ PrefixSpace PrefillTraffic::SpaceOf(const TransferJob& job) {
 void PrefillTraffic::Refuse(PrefillJob* job, const Status& why) noexcept {
   if (std::exchange(job->is_refused, true)) return;
   ++losses_;
+  // What broke the prompt off may be known to its connection alone.
+  const Status ended = GuardEntry([&] { return job->peer->SendStatus(job->map.epoch); });
+  timeouts_ += ended.code() == StatusCode::kTimeout || why.code() == StatusCode::kTimeout;
   // A peer that is gone needs no word.
   static_cast<void>(GuardEntry([&] { return job->peer->Refuse(job->map.epoch, why); }));
 }
@@ -235,6 +238,7 @@ void PrefillTraffic::Publish(EngineStats* stats) noexcept {
   stats->served_prompts = prompts_;
   stats->served_tokens = tokens_;
   stats->served_losses = losses_;
+  stats->served_timeouts = timeouts_;
   if (server_ == nullptr) return;
   stats->served_peers = server_->connection_count();
   const auto is_job = [](const auto& request) { return request->job != nullptr; };

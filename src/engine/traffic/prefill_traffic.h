@@ -132,7 +132,7 @@ class PrefillTraffic {
   std::unique_ptr<PrefillServer> server_;  // null: it does not serve
 
   // As in EngineStats.
-  int64_t prompts_ = 0, tokens_ = 0, losses_ = 0;
+  int64_t prompts_ = 0, tokens_ = 0, losses_ = 0, timeouts_ = 0;
 };
 
 }  // namespace quire

@@ -253,6 +253,8 @@ void RemoteTraffic::Finish(Request* request, const Standing& standing) noexcept 
   const int64_t count = request->remote->count();
   int64_t complete = standing.complete;
   Status failure = standing.failure;
+  // The peer counts it as late, too.
+  if (failure.code() == StatusCode::kTimeout) request->remote->TellEnd(failure);
   if (complete > 0) {
     const Status taken = request->remote->Finish(complete);
     if (!taken.ok()) {
@@ -269,7 +271,10 @@ void RemoteTraffic::Finish(Request* request, const Standing& standing) noexcept 
   request->remote_seconds += seconds;
   tokens_ += complete;
   bytes_ += bytes;
-  if (complete < count) ++losses_;
+  if (complete < count) {
+    ++losses_;
+    timeouts_ += failure.code() == StatusCode::kTimeout;
+  }
   try {
     peers_->Report(asked.peer, {.status = failure,
                                 .tokens = complete,
@@ -310,6 +315,7 @@ void RemoteTraffic::Publish(EngineStats* stats) const noexcept {
   stats->remote_bytes = bytes_;
   stats->remote_waiting = receiving();
   stats->remote_losses = losses_;
+  stats->remote_timeouts = timeouts_;
   stats->remote_overlap_seconds = overlap_seconds_;
   if (peers_ == nullptr) return;
   const StagingUse staging = state_.transfer()->staging();

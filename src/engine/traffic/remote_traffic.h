@@ -124,7 +124,7 @@ class RemoteTraffic {
   int64_t looked_ns_ = 0;     // when a step ended last
 
   // As in EngineStats.
-  int64_t tokens_ = 0, bytes_ = 0, losses_ = 0;
+  int64_t tokens_ = 0, bytes_ = 0, losses_ = 0, timeouts_ = 0;
   double overlap_seconds_ = 0;
 };
 

@@ -52,12 +52,10 @@ Result<ReservePlan> KVReceiver::PlanReserve(const char* call, int64_t seq_id, in
   QUIRE_ASSIGN_OR_RETURN(const int32_t index, kv_.control.Find(call, seq_id));
   QUIRE_RETURN_IF_ERROR(CheckSequence(call, index, count));
   const Sequence& sequence = kv_.control[index];
-  PlannedReserve reserve;
-  reserve.plan.StartBatch(1, kv_.groups.size());
+  ForwardPlan reserve;
+  reserve.StartBatch(1, kv_.groups.size());
   QUIRE_RETURN_IF_ERROR(
-      importer_.Reserve(call, sequence, count, KVImporter::FirstPage::kOwn, &reserve.plan));
-  reserve.tiles.targets.reserve(static_cast<size_t>(count));
-  reserve.tiles.opens_tile.reserve(static_cast<size_t>(count));
+      importer_.Reserve(call, sequence, count, KVImporter::FirstPage::kOwn, &reserve));
   TakeTileMemory();
   const int64_t first = kv_.tree.End(sequence.last);
   ReservePlan plan{.first_position = first, .layout = kv_.TransferLayout(sequence.long_factors)};
@@ -73,12 +71,11 @@ Result<ReservePlan> KVReceiver::PlanReserve(const char* call, int64_t seq_id, in
 void KVReceiver::CommitReserve(const ReceiveShare& share) noexcept {
   QUIRE_DCHECK(index_ != SequenceTable::kAbsent && kv_.control[index_].id == share.seq_id);
   QUIRE_DCHECK(kv_.control[index_].reserved == 0) << "a sequence has one reservation at most";
-  importer_.Commit(index_, &reserve_.plan);
+  importer_.Commit(index_, &reserve_);
   for (size_t g = 0; g < kv_.groups.size(); ++g) {
-    std::ranges::copy(reserve_.plan.group(static_cast<int>(g)).imports.targets,
+    std::ranges::copy(reserve_.group(static_cast<int>(g)).imports.targets,
                       share.slots[g].targets.begin());
   }
-  OpenTiles(share, &reserve_.tiles);
   Sequence& sequence = kv_.control[index_];
   sequence.reserved = sequence.pending = share.count;
   sequence.receive = share.epoch;
@@ -88,41 +85,28 @@ void KVReceiver::CommitReserve(const ReceiveShare& share) noexcept {
   reserve_ = {};
 }
 
-// Rows of a tile of the largest layer, twice, once it is needed.
+// Rows of a tile of the largest layer, once they are needed: parts arrive where nothing may fail.
 void KVReceiver::TakeTileMemory() {
   if (!tile_memory_.empty()) return;
   int64_t bytes = 0;
   for (const AttentionLayerSpec& spec : kv_.options.layers)
     bytes = std::max(bytes, LayerBytes(spec, kTilePositions));
-  tile_memory_.resize(static_cast<size_t>(2 * bytes));
+  tile_memory_.resize(static_cast<size_t>(bytes));
 }
 
-// Zeroes the first slot of every tile, and with it what else a tile must have zero.
-void KVReceiver::OpenTiles(const ReceiveShare& share, TokenSlots* tiles) noexcept {
-  for (size_t g = 0; g < kv_.groups.size(); ++g) {
-    tiles->targets.clear();
-    for (size_t i = 0; i < share.slots[g].targets.size(); ++i) {
-      const AppendTarget target = share.slots[g].targets[i];
-      if (i == 0 || target.slot % kTilePositions == 0) tiles->targets.push_back(target);
-    }
-    const auto count = static_cast<int64_t>(tiles->targets.size());
-    tiles->opens_tile.assign(tiles->targets.size(), 1);
-    for (const int64_t layer : kv_.groups[g].layers) {
-      const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(layer)];
-      const LayerKV zeros = LayerRowsIn(tile_memory_.data(), spec, kTilePositions);
-      for (int64_t first = 0; first < count; first += kTilePositions) {
-        importer_.Fill(*tiles, layer, first, zeros,
-                       {0, std::min<int64_t>(kTilePositions, count - first)}, *kv_.options.runner);
-      }
-    }
-  }
+// All that the receiver writes to pages.
+void KVReceiver::Write(const TokenSlots& slots, int64_t layer, int64_t first, const LayerKV& rows,
+                       int64_t count) noexcept {
+  const auto opens = slots.opens_tile.begin() + first;
+  tiles_opened_ += std::count(opens, opens + count, uint8_t{1});
+  importer_.Fill(slots, layer, first, rows, {0, count}, *runner_);
 }
 
 void KVReceiver::StoreReceived(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
                                const LayerKV& rows, std::span<const uint8_t> is_there) noexcept {
   const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(layer)];
   if (part.head_count == spec.num_kv_heads)
-    return importer_.Fill(slots, layer, part.first_row, rows, {0, part.count}, *runner_);
+    return Write(slots, layer, part.first_row, rows, part.count);
   for (int64_t done = 0; done < part.count; done += kTilePositions) {
     ReceivePart piece = part;
     piece.first_row += done;
@@ -137,7 +121,7 @@ void KVReceiver::StoreHeads(const TokenSlots& slots, int64_t layer, const Receiv
   const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(layer)];
   const int64_t heads = spec.num_kv_heads;
   QUIRE_DCHECK(part.count <= kTilePositions);
-  const LayerKV all = LayerRowsIn(tile_memory_.data() + tile_memory_.size() / 2, spec, part.count);
+  const LayerKV all = LayerRowsIn(tile_memory_.data(), spec, part.count);
   ReadRows(kv_.storage->layer(layer),
            std::span(slots.targets)
                .subspan(static_cast<size_t>(part.first_row), static_cast<size_t>(part.count)),
@@ -153,7 +137,7 @@ void KVReceiver::StoreHeads(const TokenSlots& slots, int64_t layer, const Receiv
     }
   }
   CopyHeads(rows, 0, all, part.first_head, part.head_count);
-  importer_.Fill(slots, layer, part.first_row, all, {0, part.count}, *runner_);
+  Write(slots, layer, part.first_row, all, part.count);
 }
 
 // ---------------------------------------------------------------------- the end

@@ -9,6 +9,7 @@
 #ifndef QUIRE_KV_CACHE_KV_RECEIVER_H_
 #define QUIRE_KV_CACHE_KV_RECEIVER_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -49,25 +50,22 @@ class KVReceiver final : public ReceivingPart, private ReceivedRows {
   void Clear() noexcept { receiver_->receives().Clear(); }
   // Internal if an invariant is violated.
   Status CheckInvariants() const;
+  // Tiles of pages that rows have opened as they came, counted for each layer, ever.
+  int64_t tiles_opened() const { return tiles_opened_; }
 
  private:
   Status CheckSequence(const char* call, int32_t index, int64_t count) const;
-  void OpenTiles(const ReceiveShare& share, TokenSlots* tiles) noexcept;
   // The first n pending tokens of the sequence stay, as committed ones. REQUIRES: nobody writes to
   // their pages any more.
   void Keep(int32_t index, int64_t n) noexcept;
   void TakeTileMemory();
   void StoreReceived(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
                      const LayerKV& rows, std::span<const uint8_t> is_there) noexcept override;
+  void Write(const TokenSlots& slots, int64_t layer, int64_t first, const LayerKV& rows,
+             int64_t count) noexcept;
   // Some heads of at most a tile's rows.
   void StoreHeads(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
                   const LayerKV& rows, std::span<const uint8_t> is_there) noexcept;
-
-  // From PlanReserve to its end.
-  struct PlannedReserve {
-    ForwardPlan plan{};  // of one sequence that gets no rows
-    TokenSlots tiles{};  // room for the slots that open tiles
-  };
 
   PagedSequences& kv_;
   KVImporter& importer_;
@@ -76,9 +74,9 @@ class KVReceiver final : public ReceivingPart, private ReceivedRows {
   TransferReceiver* receiver_ = nullptr;
   int32_t index_ = SequenceTable::kAbsent;  // of the planned call
   int64_t taken_ = 0;
-  PlannedReserve reserve_;
-  // Two halves: rows that stay zero, and rows of StoreReceived, which runs on other threads.
-  std::vector<std::byte> tile_memory_;
+  ForwardPlan reserve_;  // from PlanReserve to its end; of one sequence that gets no rows
+  std::vector<std::byte> tile_memory_;  // of StoreReceived
+  std::atomic<int64_t> tiles_opened_ = 0;
 };
 
 }  // namespace quire

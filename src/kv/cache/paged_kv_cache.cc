@@ -332,7 +332,8 @@ PagedKVCache::Figures PagedKVCache::figures() const {
           .blend_bytes = blending_.bytes(),
           .angle_bytes = ropes_.bytes(),
           .angle_bytes_max = ropes_.bytes_max(),
-          .table_bytes = kv_.tree.memory_bytes()};
+          .table_bytes = kv_.tree.memory_bytes(),
+          .tiles_received = transfer_.receiver().tiles_opened()};
 }
 
 }  // namespace quire

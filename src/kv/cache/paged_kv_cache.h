@@ -135,6 +135,7 @@ class PagedKVCache final : public CacheQueries, public PlannedState {
     int64_t angle_bytes;
     int64_t angle_bytes_max;
     int64_t table_bytes;
+    int64_t tiles_received;  // that rows of other caches have opened, counted for each layer
   };
   Figures figures() const;
   // For tests. REQUIRES: no forward has begun.

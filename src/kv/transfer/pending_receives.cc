@@ -55,6 +55,18 @@ constexpr uint8_t kAbsent = 0;  // of a row and head: it is in no page
 constexpr uint8_t kStored = 1;  // it is in its page and does not count
 constexpr uint8_t kCounts = 2;
 
+// The rows that lie in the tile of `row`.
+TokenRange TileOf(const TokenSlots& slots, int64_t row) {
+  const AppendTarget of = slots.targets[static_cast<size_t>(row)];
+  QUIRE_DCHECK(of.page >= 0) << "a reserved token has no slot";
+  const int64_t lane = of.slot % kTilePositions;
+  TokenRange tile{.begin = std::max<int64_t>(row - lane, 0), .end = row + 1};
+  const int64_t end = std::min(row - lane + kTilePositions, std::ssize(slots.targets));
+  // The last tile of a page may be shorter.
+  while (tile.end < end && slots.targets[static_cast<size_t>(tile.end)].page == of.page) ++tile.end;
+  return tile;
+}
+
 int64_t StateBytes(const TransferLayer& layer) {
   return layer.is_state() ? Aligned(layer.elements * DTypeBytes(layer.dtype)) : 0;
 }
@@ -375,13 +387,17 @@ void PendingReceives::StoreRows(Receive& receive, int64_t layer, const ReceivePa
   const int64_t heads = of.heads();
   const int64_t end = part.first_row + part.count;
   TokenSlots& slots = receive.slots[static_cast<size_t>(of.group)];
-  // Tiles are open already. Those of which the part has all may be written as wholes.
-  for (int64_t row = part.first_row; row < end; ++row) {
-    const size_t i = static_cast<size_t>(row);
-    const size_t last = i + static_cast<size_t>(kTilePositions) - 1;
-    slots.opens_tile[i] = part.head_count == heads && slots.targets[i].slot % kTilePositions == 0 &&
-                          static_cast<int64_t>(last) < end &&
-                          slots.targets[last].page == slots.targets[i].page;
+  // A tile is open from its first row on, and is opened again by a part that has all of it.
+  std::fill(slots.opens_tile.begin() + part.first_row, slots.opens_tile.begin() + end, uint8_t{0});
+  for (int64_t row = part.first_row; row < end;) {
+    const TokenRange tile = TileOf(slots, row);
+    const bool has_all =
+        part.head_count == heads && tile.begin >= part.first_row && tile.end <= end;
+    const auto head = to.head.begin();
+    const auto is_absent = [](uint8_t x) { return x == kAbsent; };
+    slots.opens_tile[static_cast<size_t>(row)] =
+        has_all || std::all_of(head + tile.begin * heads, head + tile.end * heads, is_absent);
+    row = tile.end;
   }
   of.pages->StoreReceived(slots, of.layer, part, rows, to.head);
   for (int64_t row = part.first_row; row < end; ++row) {

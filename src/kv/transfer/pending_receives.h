@@ -16,8 +16,9 @@
 //   state, `rows` is 0 or the number of tokens before the state that counts.
 //
 // A reservation starts in a page of its own, so nothing that a forward reads lies in a page that is
-// written here. Parts may come in any order: every tile of the slots is opened when they are
-// reserved.
+// written here. Parts may come in any order: a tile is opened, for each layer, by the first of its
+// rows that comes, whichever that is. So a reservation touches no page, whatever its length, and
+// what is committed lies in open tiles, since all of its rows have come.
 //
 // All calls from any thread; pages and slots are read and written under the lock.
 #ifndef QUIRE_KV_TRANSFER_PENDING_RECEIVES_H_
@@ -42,8 +43,9 @@ namespace quire {
 class ReceivedRows {
  public:
   // Copies a part of a reservation to its pages; rows are [part.count, part.head_count, dim].
-  // `layer` is the part's number of it. The slots' opens_tile are 1 where the part has all of a
-  // tile. is_there[row * heads + head] != 0: that one is in its page already.
+  // `layer` is the part's number of it. The slots' opens_tile are 1 where the part has the first
+  // row that comes to a tile, or all of one. is_there[row * heads + head] != 0: that one is in its
+  // page already.
   virtual void StoreReceived(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
                              const LayerKV& rows, std::span<const uint8_t> is_there) noexcept = 0;
 

@@ -9,9 +9,12 @@
 #include <array>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "kv/cache/paged_kv_cache.h"
 #include "kv/testing/allocation_refusal.h"
 #include "kv/testing/kv_test_forward.h"
 #include "kv/transfer/send_marks.h"
@@ -419,6 +422,70 @@ TEST(KVTransfer, RowsOfATileComeInAnyOrder) {
   ASSERT_TRUE(cache->ExportKV(0, 0, 0, stored.view()).ok());
   for (int64_t i = 0; i < stored.v.count(); ++i)
     ASSERT_EQ(stored.v.Get(i), i < 15 * 8 ? 2.0F : 3.0F) << i;
+}
+
+// The tiles in which positions [begin, end) lie.
+int64_t TileCount(int64_t page_size, int64_t begin, int64_t end) {
+  std::set<std::pair<int64_t, int64_t>> tiles;
+  for (int64_t position = begin; position < end; ++position)
+    tiles.emplace(position / page_size, position % page_size / 16);
+  return std::ssize(tiles);
+}
+
+// A reservation writes to no page: that would take the caller's thread as long as its tokens are
+// many. Memory that was never opened is NaN here, and a forward would show it.
+TEST(KVTransfer, ATileIsOpenedByTheFirstRowThatComesAndNoneByAReservation) {
+  for (const int64_t page_size : {16, 48, 20, 4, 5, 1}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kI8}) {
+      SCOPED_TRACE(std::to_string(page_size) + " " + std::string(DTypeName(dtype)));
+      auto options = MakeOptions();
+      options.layers = {{2, 2, 4, 4, dtype}, {2, 2, 4, 4, dtype}};
+      options.page_size = page_size;
+      options.token_capacity = 192;
+      const auto sender = MakeTestCache(options);
+      const auto cache = MakeTestCache(options);
+      for (AttentionKVCache* of : {sender.get(), cache.get()}) ASSERT_TRUE(of->AddSequence(0).ok());
+      Extend(*sender, 0, 45);
+      Extend(*cache, 0, 5);
+      const auto tiles = [&] {
+        return static_cast<PagedKVCache&>(*cache).figures().tiles_received;
+      };
+      KVTransfer& transfer = *cache->transfer();
+      const ReceiveMap map = transfer.DisaggPrepareRecv(0, 40).value();
+      EXPECT_EQ(tiles(), 0);
+      for (const int64_t layer : {0, 1}) {
+        const StoredRows rows(options.layers[0], 40);
+        ASSERT_TRUE(sender->ExportKV(0, layer, 5, rows.view()).ok());
+        const auto send = [&](const ReceivePart& part) {
+          const auto view = transfer.View(map.epoch, layer, part);
+          ASSERT_TRUE(view.ok()) << view.status().ToString();
+          const LayerKV from = RowsOf(rows.view(), part.first_row, part.count);
+          CopyHeads(from, part.first_head, view->rows, 0, part.head_count);
+          const uint32_t digest = DigestOfHeads(view->rows, 0, part.head_count);
+          ASSERT_TRUE(transfer.Store(map.epoch, layer, part, *view, digest).ok());
+          ASSERT_TRUE(transfer.Complete(map.epoch, layer, part).ok());
+        };
+        const int64_t before = tiles();
+        if (layer == 1) send({.first_row = 0, .count = 40, .first_head = 0, .head_count = 2});
+        for (int64_t row = layer == 0 ? 39 : -1; row >= 0; --row) {
+          for (const int64_t head : {1, 0}) {
+            send({.first_row = row, .count = 1, .first_head = head, .head_count = 1});
+            ASSERT_EQ(tiles() - before, TileCount(page_size, 5 + row, 45)) << row;
+          }
+        }
+        EXPECT_EQ(tiles() - before, TileCount(page_size, 5, 45));
+      }
+      ASSERT_TRUE(transfer.DisaggCommitRecv(map.epoch, 32).ok());
+      ASSERT_TRUE(sender->PopN(0, 8).ok());
+      const std::vector<Tokens> next{{700, 701, 702}};
+      const auto here = RunForward(*cache, options.layers, Ids{0}, next);
+      const auto there = RunForward(*sender, options.layers, Ids{0}, next);
+      ASSERT_TRUE(here.ok() && there.ok());
+      for (const size_t layer : {0, 1})
+        EXPECT_TRUE(std::ranges::equal((*here)[layer].o.bytes(), (*there)[layer].o.bytes()));
+      ASSERT_TRUE(cache->CheckInvariants().ok());
+    }
+  }
 }
 
 // Pages take whole rows: heads that come by themselves leave the others as they are, whatever the
