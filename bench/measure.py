@@ -188,6 +188,10 @@ def _outcome(
         return Outcome(f"{statistics.median(wanted):g} of the bound", reached)
     if goal.side not in sides or goal.against not in sides:
         return None
+    if goal.adds:
+        pairs = zip(sides[goal.side], sides[goal.against], strict=True)
+        added = statistics.median(ours - theirs for ours, theirs in pairs)
+        return Outcome(f"≤ {goal.against} + {goal.value * 1e3:g} ms", added <= goal.value)
     subject = "" if goal.side == "Quire" else f"{goal.side}: "
     (comparison,) = (
         each for each in _comparisons(goal.side, sides, metric) if each.peer == goal.against

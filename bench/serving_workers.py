@@ -15,13 +15,22 @@ import serving
 from workers import LlamaServer, Patience, Process, WorkerError, free_port
 
 _LOOK_SECONDS = 0.005
+_BEYOND_PLAN_BYTES = 150 << 20  # Python, its packages, buffers of connections
 
 
 class ServingClients:
-    """The clients of one server."""
+    """The clients of one server. memory_bound: bytes that it may have; None: nothing is said."""
 
-    def __init__(self, server: Process, name: str, ask: serving.Ask, vocab_size: int) -> None:
+    def __init__(
+        self,
+        server: Process,
+        name: str,
+        ask: serving.Ask,
+        vocab_size: int,
+        memory_bound: int | None = None,
+    ) -> None:
         self._server, self._name, self._ask, self._vocab_size = server, name, ask, vocab_size
+        self._memory_bound = memory_bound
         self._runs = 0
 
     def run(self, request: dict[str, Any]) -> serving.Samples:
@@ -33,7 +42,11 @@ class ServingClients:
             )
         except (OSError, asyncio.IncompleteReadError) as error:
             raise WorkerError(f"{self._name}: {error!r}; {self._server.log_tail()}") from None
-        return samples | {"memory": [float(sum(self._server.memory().values()))]}
+        memory = float(sum(self._server.memory().values()))
+        samples["memory"] = [memory]
+        if self._memory_bound is not None:
+            samples["memory by its bound"] = [memory / self._memory_bound]
+        return samples
 
 
 class CompletionServer(Process):
@@ -42,6 +55,7 @@ class CompletionServer(Process):
     Args:
         command: without the port.
         patience: seconds that it may still take to start.
+        memory_bound: of ServingClients.
     """
 
     def __init__(
@@ -52,6 +66,7 @@ class CompletionServer(Process):
         log: Path,
         vocab_size: int,
         patience: Patience,
+        memory_bound: int | None = None,
         **options: Any,
     ) -> None:
         self.version = version
@@ -65,7 +80,7 @@ class CompletionServer(Process):
             return asked | {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
         ask = serving.HttpAsk(port, "/v1/completions", body)
-        self._clients = ServingClients(self, name, ask, vocab_size)
+        self._clients = ServingClients(self, name, ask, vocab_size, memory_bound)
 
     def _wait_until_ready(self, name: str, port: int, patience: Patience) -> None:
         end = time.monotonic() + patience()
@@ -107,7 +122,14 @@ def quire_server(
     import quire
 
     version = f"Quire {quire.__version__}"
-    return CompletionServer("quire serve", version, command, log, vocab_size, patience)
+    plan = quire.Engine.plan_memory(
+        model,
+        threads=load["threads"],
+        kv_bytes=load["kv_bytes"],
+        max_num_sequences=load["sequences"],
+    )
+    bound = plan.total_bytes + _BEYOND_PLAN_BYTES
+    return CompletionServer("quire serve", version, command, log, vocab_size, patience, bound)
 
 
 def vllm_server(

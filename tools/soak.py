@@ -161,8 +161,8 @@ CAPABILITIES = (
         "test_abuse",
         "connections",
         100_000,
-        "R8: idle connections, half headers and hostile bodies cost the server more than 64 MiB "
-        "and 16 KiB each, or slow others to more than twice",
+        "R8: idle, slow and hostile peers cost the server more than 64 MiB and 16 KiB each, or "
+        "slow others to more than twice",
     ),
     Capability(
         "isolation",
@@ -195,7 +195,8 @@ CAPABILITIES = (
         "test_overload",
         "requests",
         100_000,
-        "R21: excess is not refused at once, or what is accepted is not answered whole",
+        "R21: excess is not refused at once, costs a tenth of the speed, or what is accepted is "
+        "not answered whole",
     ),
     Capability(
         "server-kills",
@@ -203,8 +204,8 @@ CAPABILITIES = (
         "test_kills",
         "kills",
         500,
-        "R22: a stream of a server that is killed looks whole, or the disk's KV is not there at "
-        "once",
+        "R22: a stream of a server that is killed looks whole, the next one is not ready within "
+        "2 s, or the disk's KV is not there at once",
     ),
     Capability("drains", SERVER, "test_drains", "drains", 100, "R22: SIGTERM loses a stream"),
 )

@@ -376,7 +376,8 @@ struct StepOutput {
   // Per new token: the chosen one, then the best ones; fewer where a filter allows fewer.
   std::vector<std::vector<TokenLogprob>> logprobs;
   FinishReason finish_reason = FinishReason::kNone;
-  std::string error;  // kError
+  std::string error;          // kError
+  StatusDetail error_detail;  // what it is about
   // The rest is about the whole request, and set with a finish_reason and with the first tokens.
   int64_t prompt_tokens = 0;
   int64_t cached_tokens = 0;      // of the prompt, not computed: cached.total()

@@ -41,13 +41,33 @@ inline constexpr int kStatusCodeCount = static_cast<int>(StatusCode::kInternal) 
 // The code's name as it stands in messages: "UnknownSequence", ...
 std::string_view StatusCodeName(StatusCode code);
 
-// Code and message. Cheap to return when ok (one null pointer). Copies share the message.
+// Why an option was refused, where a caller has to tell the causes apart.
+enum class RefusalReason : int {
+  kOther,            // its value is wrong, or what the message says
+  kNoGuessRoom,      // the engine has no room for guesses: EngineOptions::max_tree_nodes
+  kUnknownPeer,      // no address of an attached peer: PrefillPeerOptions::addresses
+  kNoBlendRoom,      // the engine has no room for blended prompts: EngineOptions::blend_piece
+  kKeepsNoKV,        // the engine keeps no KV between requests: EngineOptions::prefix_cache
+  kUnverifiedBlend,  // the model has no verdict, or one against it: BlendRequest::unverified
+};
+inline constexpr int kRefusalReasonCount = static_cast<int>(RefusalReason::kUnverifiedBlend) + 1;
+
+// A word for programs: "no_guess_room", ...; empty for kOther.
+std::string_view RefusalReasonName(RefusalReason reason);
+
+// What an error is about, for programs: the words of a message are for people, and may change.
+struct StatusDetail {
+  std::string option = {};  // the member of the caller's options: "predicted_tokens"; may be empty
+  RefusalReason reason = RefusalReason::kOther;
+};
+
+// Code, message and detail. Cheap to return when ok (one null pointer). Copies share them.
 class [[nodiscard]] Status {
  public:
   Status() noexcept = default;
   // A code that is none of an error (kOk, or out of the list) becomes kInternal, with a message
   // that says so.
-  Status(StatusCode code, std::string message);
+  Status(StatusCode code, std::string message, StatusDetail detail = {});
 
   // Needs no memory, so that it can be returned when there is none.
   static Status OutOfMemory() noexcept;
@@ -55,6 +75,7 @@ class [[nodiscard]] Status {
   bool ok() const noexcept { return rep_ == nullptr; }
   StatusCode code() const noexcept;
   std::string_view message() const noexcept;
+  const StatusDetail& detail() const noexcept;
   std::string ToString() const;  // "OutOfPages: BeginForward: ..." or "Ok"
 
  private:

@@ -54,14 +54,22 @@ class Composed:
         return chains
 
 
+def _bad_documents(message: str) -> errors.BadArgumentError:
+    return errors.about(errors.BadArgumentError(message), "documents")
+
+
+def _bad_blend(message: str) -> errors.BadArgumentError:
+    return errors.about(errors.BadArgumentError(f"blend: {message}"), "blend")
+
+
 def texts_of(documents: Any) -> list[str]:
     """Documents that are texts, of which none is empty."""
     found = [_numbers.text(document, "documents") for document in documents]
     for index, document in enumerate(found):
         if not document.strip():
-            raise errors.BadArgumentError(f"documents[{index}] is empty")
+            raise _bad_documents(f"documents[{index}] is empty")
         if _OPEN in document or _CLOSE in document:
-            raise errors.BadArgumentError(
+            raise _bad_documents(
                 f"documents[{index}] has one of the private characters U+E0D0 and U+E0D1"
             )
     return found
@@ -78,7 +86,7 @@ def ranges_of(documents: Any, prompt_tokens: int) -> list[tuple[int, int]]:
             )
         pair = [_numbers.int64(value, f"documents[{index}]") for value in document]
         if len(pair) != 2:
-            raise errors.BadArgumentError(
+            raise _bad_documents(
                 f"documents[{index}] has {len(pair)} numbers; a document is a pair (begin, end) of "
                 f"the prompt's {prompt_tokens} tokens"
             )
@@ -102,7 +110,7 @@ def compose_chat(
     marked = [dict(message) for message in messages]
     first = next((message for message in marked if message.get("role") == "user"), None)
     if first is None or not isinstance(first.get("content"), str):
-        raise errors.BadArgumentError(
+        raise _bad_documents(
             "documents stand before the first message of the user, whose content is a text; the "
             "chat has no such message"
         )
@@ -112,7 +120,7 @@ def compose_chat(
     for mark in marks:
         piece, found, text = text.partition(mark)
         if not found or mark in text:
-            raise errors.BadArgumentError(
+            raise _bad_documents(
                 "the chat template does not print the first message of the user once and as it "
                 "is, so documents have no place in it"
             )
@@ -155,18 +163,14 @@ def blend_fields(
     fields = dict(blend) if isinstance(blend, Mapping) else {"ratio": blend}
     for name in fields:
         if name not in _BLEND_FIELDS:
-            raise errors.BadArgumentError(
-                f"blend: there is no option {name!r}; options are {', '.join(_BLEND_FIELDS)}"
-            )
+            raise _bad_blend(f"there is no option {name!r}; options are {', '.join(_BLEND_FIELDS)}")
     if "ratio" in fields:
         if "ratios" in fields:
-            raise errors.BadArgumentError("blend: ratio and ratios are two; give one")
+            raise _bad_blend("ratio and ratios are two; give one")
         ratio = fields.pop("ratio")
         if isinstance(ratio, str):
             if ratio != "auto":
-                raise errors.BadArgumentError(
-                    f'blend: ratio is {ratio!r}; it must be a number from 0 to 1, or "auto"'
-                )
+                raise _bad_blend(f'ratio is {ratio!r}; it must be a number from 0 to 1, or "auto"')
             ratio = auto_ratio(sum(end - begin for begin, end in documents))
         fields["ratios"] = [ratio]
     for name in ("ratios", "thresholds"):
@@ -183,12 +187,12 @@ def blend_fields(
         fields["learn"] = _learning(fields["learn"])
     contextual = fields.pop("contextual", False)
     if not isinstance(contextual, bool):
-        raise errors.BadArgumentError(f"blend: contextual is {contextual!r}; it is True or False")
+        raise _bad_blend(f"contextual is {contextual!r}; it is True or False")
     if composed.documents is None:
         return {**fields, "search": "anywhere" if contextual else "anchored"}
     if contextual:
-        raise errors.BadArgumentError(
-            'blend: contextual is about documents that the engine finds; give documents="auto"'
+        raise _bad_blend(
+            'contextual is about documents that the engine finds; give documents="auto"'
         )
     return {**fields, "documents": [list(document) for document in documents]}
 
@@ -203,5 +207,5 @@ def _learning(learn: Any) -> str:
     if learn == "idle":
         return "idle"
     if not isinstance(learn, bool):
-        raise errors.BadArgumentError(f'blend: learn is {learn!r}; it is True, False or "idle"')
+        raise _bad_blend(f'learn is {learn!r}; it is True, False or "idle"')
     return "first" if learn else "never"

@@ -29,6 +29,7 @@ class Output:
     logprobs: per token the chosen one, then the best ones; empty if not asked for.
     usage: by the names that the library gives them; set with a finish reason and with the first
         tokens.
+    error: why the sample has failed, its text; error_option, error_reason: of QuireError.
     """
 
     sample: int
@@ -37,6 +38,8 @@ class Output:
     finish_reason: Any
     usage: Mapping[str, int] | None
     error: str | None
+    error_option: str = ""
+    error_reason: str = ""
 
 
 Item = tuple[int, Output]  # request id
@@ -166,13 +169,14 @@ def outputs_of(fields: Any, columns: Mapping[str, list[str]]) -> Iterator[Item]:
         )
     )
     usages = iter(np.from_dlpack(fields["usage"]).tolist())
-    texts = iter(fields["errors"])
+    details = zip(fields["errors"], fields["error_options"], fields["error_reasons"])
     begin = 0
     for row in rows:
         named = dict(zip(columns["outputs"], row))
         end = begin + named["token_count"]
         starts = [ends[i - 1] if i > 0 else 0 for i in range(begin, end)]
         reason = FINISH_REASONS[named["finish_reason"]]
+        error, option, why = next(details) if reason == "error" else (None, "", "")
         yield (
             named["request"],
             Output(
@@ -181,7 +185,9 @@ def outputs_of(fields: Any, columns: Mapping[str, list[str]]) -> Iterator[Item]:
                 logprobs=[entries[start:stop] for start, stop in zip(starts, ends[begin:end])],
                 finish_reason=reason,
                 usage=dict(zip(columns["usage"], next(usages))) if named["has_usage"] else None,
-                error=str(next(texts)) if reason == "error" else None,
+                error=None if error is None else str(error),
+                error_option=str(option),
+                error_reason=str(why),
             ),
         )
         begin = end

@@ -786,8 +786,11 @@ class Engine(_ffi.ThreadOwner):
         key = tuple(special_texts)
         if isinstance(grammar, CompiledGrammar):
             if grammar.special_texts != key:
-                raise errors.BadArgumentError(
-                    "grammar: it was compiled for other special_texts than those of the request"
+                raise errors.about(
+                    errors.BadArgumentError(
+                        "grammar: it was compiled for other special_texts than those of the request"
+                    ),
+                    "grammar",
                 )
             return grammar.handle
         wanted = Grammar.of(grammar)
@@ -795,8 +798,11 @@ class Engine(_ffi.ThreadOwner):
             compiler = self._compilers.pop(key, None)
             if compiler is None:
                 if not self.has_tokenizer:
-                    raise errors.BadArgumentError(
-                        "grammar: this model has no tokenizer.json, so its tokens have no text"
+                    raise errors.about(
+                        errors.BadArgumentError(
+                            "grammar: this model has no tokenizer.json, so its tokens have no text"
+                        ),
+                        "grammar",
                     )
                 info = self._info
                 compiler = GrammarCompiler(
@@ -1110,10 +1116,11 @@ class Engine(_ffi.ThreadOwner):
         model's verdict allows it. BadArgumentError for such a blend where `exact` is set."""
         fields = _documents.blend_fields(blend, composed, self._auto_ratio)
         if self._exact and not _documents.is_exact(fields):
-            raise errors.BadArgumentError(
+            refused = errors.BadArgumentError(
                 "blend: this engine gives exact answers only (exact), and a blend with a ratio "
                 "below 1 may be approximate; leave blend out, or give the ratio 1"
             )
+            raise errors.about(refused, "blend")
         if not self._asks_verdict:
             return {**fields, "unverified": True}
         verdict = None if _documents.is_exact(fields) else self.blend_verdict()
@@ -1335,7 +1342,7 @@ class Engine(_ffi.ThreadOwner):
 
     def _piece(self, request: _Request, output: Output) -> Piece | None:
         if output.error is not None:
-            raise errors.from_text(output.error.replace("SamplingOptions::filter", "grammar"))
+            raise _failure(output.error, output)
         if output.usage is not None:
             request.usage = output.usage
         answer = request.answers[output.sample]
@@ -1789,6 +1796,13 @@ def _prefix_miss(counts: dict[str, int]) -> PrefixMiss | None:
     kind = kinds[counts.pop("prefix_miss", 0)]
     position, evicted_ms = counts.pop("miss_position", 0), counts.pop("evicted_ms", 0)
     return None if kind is None else PrefixMiss(kind, position, evicted_ms)
+
+
+def _failure(text: str, output: Output) -> errors.QuireError:
+    """Why a sample has failed, in Python's words: what C++ calls a filter is a grammar here."""
+    error = errors.from_text(text.replace("SamplingOptions::filter", "grammar"))
+    option = "grammar" if output.error_option == "filter" else output.error_option
+    return errors.about(error, option, output.error_reason)
 
 
 def _as_signed(seed: int) -> int:

@@ -8,6 +8,7 @@ the classes here.
 from __future__ import annotations
 
 import builtins
+from typing import Any, TypeVar
 
 __all__ = [
     "BadArgumentError",
@@ -42,6 +43,25 @@ class QuireError(Exception):
     def __str__(self) -> str:
         # KeyError would print the repr of its message, OSError only part of its arguments.
         return str(self.args[0]) if self.args else self.code
+
+    @property
+    def option(self) -> str:
+        """The option that it is about, by its name in the library, such as "predicted_tokens" or
+        "window"; empty if it is about none."""
+        return self._detail("option")
+
+    @property
+    def reason(self) -> str:
+        """A word of ``quire::RefusalReason``, where callers have to tell causes of one outcome
+        apart, such as "no_guess_room"; else empty."""
+        return self._detail("reason")
+
+    def _detail(self, name: str) -> str:
+        """What :func:`about` gave, or the library (src/ffi/errors.cc)."""
+        found: Any = self.__dict__.get("_about")
+        if found is None:
+            found = getattr(self.__dict__.get("__tvm_ffi_error__"), "extra_context", None)
+        return "" if found is None else str(found[name])
 
 
 class UnknownSequenceError(QuireError, KeyError):
@@ -169,6 +189,15 @@ class InternalError(QuireError, RuntimeError):
 
 BY_CODE: dict[str, type[QuireError]] = {cls.code: cls for cls in QuireError.__subclasses__()}
 """The class of each outcome, by the outcome's name in C++."""
+
+
+_Error = TypeVar("_Error", bound=QuireError)
+
+
+def about(error: _Error, option: str, reason: str = "") -> _Error:
+    """The error, which says from now on what it is about: `option` and `reason` of QuireError."""
+    error.__dict__["_about"] = {"option": option, "reason": reason}
+    return error
 
 
 def from_text(text: str) -> QuireError:

@@ -56,8 +56,11 @@ class Grammar:
             return value
         kinds = get_args(Kind)
         if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in kinds:
-            raise errors.BadArgumentError(
-                "grammar must be a mapping with one of the entries " + ", ".join(kinds)
+            raise errors.about(
+                errors.BadArgumentError(
+                    "grammar must be a mapping with one of the entries " + ", ".join(kinds)
+                ),
+                "grammar",
             )
         ((kind, content),) = value.items()
         if kind == "json_schema":
@@ -78,7 +81,8 @@ class Grammar:
 
 
 def _refuse(kind: str, must: str) -> NoReturn:
-    raise errors.BadArgumentError(f"grammar: {kind} must be {must}")
+    error = errors.BadArgumentError(f"grammar: {kind} must be {must}")
+    raise errors.about(error, "grammar")
 
 
 def _bounded(kind: str, text: str) -> str:
@@ -94,7 +98,8 @@ def _json_text(kind: str, value: Any) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise errors.BadArgumentError(f"grammar: {kind} is no JSON: {error}") from None
+        refused = errors.BadArgumentError(f"grammar: {kind} is no JSON: {error}")
+        raise errors.about(refused, "grammar") from None
     return _bounded(kind, text)
 
 
@@ -167,7 +172,7 @@ def _named(error: errors.QuireError) -> errors.QuireError:
             "60 bits and counted repetitions of at most 100 in patterns "
             f"({message.rstrip(': ')})"
         )
-    return type(error)(f"grammar: {message}")
+    return errors.about(type(error)(f"grammar: {message}"), "grammar")
 
 
 class GrammarCompiler:
@@ -215,8 +220,11 @@ def _library_path() -> Path:
         path = Path(folder) / _LIBRARY
         if path.is_file():
             return path
-    raise errors.UnavailableError(
-        "grammars need XGrammar, and there is no package xgrammar here: pip install "
-        "'quire[grammar]', or, without the torch that it asks for, pip install --no-deps "
-        "xgrammar==0.2.8"
+    raise errors.about(
+        errors.UnavailableError(
+            "grammars need XGrammar, and there is no package xgrammar here: pip install "
+            "'quire[grammar]', or, without the torch that it asks for, pip install --no-deps "
+            "xgrammar==0.2.8"
+        ),
+        "grammar",
     )

@@ -32,6 +32,35 @@ TEST(Status, CopiesKeepCodeAndMessage) {
   EXPECT_EQ(copy.ToString(), "OutOfPages: " + text);
 }
 
+TEST(Status, CopiesKeepWhatItIsAbout) {
+  Status copy;
+  {
+    const Status status(StatusCode::kBadArgument, "no room",
+                        {"predicted_tokens", RefusalReason::kNoGuessRoom});
+    copy = status;
+  }
+  EXPECT_EQ(copy.detail().option, "predicted_tokens");
+  EXPECT_EQ(copy.detail().reason, RefusalReason::kNoGuessRoom);
+}
+
+TEST(Status, WithoutADetailItIsAboutNoOption) {
+  for (const Status& status :
+       {Status(), Status(StatusCode::kFull, "full"), Status::OutOfMemory()}) {
+    EXPECT_EQ(status.detail().option, "");
+    EXPECT_EQ(status.detail().reason, RefusalReason::kOther);
+  }
+}
+
+TEST(Status, EveryReasonButOtherHasANameOfItsOwn) {
+  std::set<std::string_view> names;
+  for (int reason = 0; reason < kRefusalReasonCount; ++reason) {
+    names.insert(RefusalReasonName(static_cast<RefusalReason>(reason)));
+  }
+  EXPECT_EQ(names.size(), static_cast<size_t>(kRefusalReasonCount));
+  EXPECT_EQ(RefusalReasonName(RefusalReason::kOther), "");
+  EXPECT_EQ(RefusalReasonName(static_cast<RefusalReason>(kRefusalReasonCount)), "");
+}
+
 TEST(Status, EveryCodeHasANameOfItsOwn) {
   std::set<std::string_view> names;
   for (int code = 0; code < kStatusCodeCount; ++code) {

@@ -17,7 +17,8 @@ Status RequestIntake::Check(std::span<const int32_t> prompt, const SamplingOptio
     if (options.blend && !options_.prefix_cache) {
       return Status(StatusCode::kBadArgument,
                     "SamplingOptions::blend: this engine keeps no KV between requests, so no "
-                    "document is known (EngineOptions::prefix_cache)");
+                    "document is known (EngineOptions::prefix_cache)",
+                    {"blend", RefusalReason::kKeepsNoKV});
     }
     QUIRE_RETURN_IF_ERROR(CheckBlend(owners_.facts.model->info(),
                                      static_cast<int64_t>(prompt.size()), options,

@@ -1,14 +1,18 @@
 #include "ffi/errors.h"
 
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/error.h>
+#include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <iterator>
 #include <new>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "quire/check_failure.h"
 
@@ -108,8 +112,17 @@ std::span<const ErrorKind> ErrorKinds() { return kErrorKinds; }
 
 void Throw(const Status& status) {
   const ErrorKind& entry = kErrorKinds[static_cast<size_t>(status.code()) - 1];
+  const StatusDetail& detail = status.detail();
+  std::optional<tvm::ffi::ObjectRef> context;
+  if (!detail.option.empty() || detail.reason != RefusalReason::kOther) {
+    using tvm::ffi::String;
+    context = tvm::ffi::Map<String, String>{
+        {"option", String(detail.option)},
+        {"reason", String(std::string(RefusalReasonName(detail.reason)))}};
+  }
   // No backtrace: it would name this line for every error.
-  throw tvm::ffi::Error(std::string(entry.kind), AsUtf8(status.message()), std::string());
+  throw tvm::ffi::Error(std::string(entry.kind), AsUtf8(status.message()), std::string(),
+                        std::nullopt, std::move(context));
 }
 
 void ThrowBadArgument(std::string message) {

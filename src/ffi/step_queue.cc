@@ -158,15 +158,21 @@ tf::Tensor Matrix(const std::vector<int64_t>& values, size_t columns) {
 //   logprob_tokens int32, logprobs float32: the chosen token, then the best ones
 //   usage     int64 [n, columns], of the outputs that have it, in their order
 //   errors    texts, of those that failed, in their order
+//   error_options, error_reasons: words, of the same: what each error is about
 OptionMap FieldsOf(const StepQueue::Steps& steps) {
   std::vector<int64_t> rows, usage, logprob_ends;
   std::vector<int32_t> tokens, logprob_tokens;
   std::vector<float> logprobs;
-  tf::Array<tf::String> errors;
+  tf::Array<tf::String> errors, error_options, error_reasons;
   for (const StepOutput& output : steps.outputs) {
     AddRow(kOutputColumns, output, &rows);
     if (HasUsage(output)) AddRow(kUsageColumns, output, &usage);
-    if (output.finish_reason == FinishReason::kError) errors.push_back(tf::String(output.error));
+    if (output.finish_reason == FinishReason::kError) {
+      errors.push_back(tf::String(output.error));
+      error_options.push_back(tf::String(output.error_detail.option));
+      const std::string_view reason = RefusalReasonName(output.error_detail.reason);
+      error_reasons.push_back(tf::String(std::string(reason)));
+    }
     tokens.insert(tokens.end(), output.tokens.begin(), output.tokens.end());
     for (size_t i = 0; i < output.tokens.size(); ++i) {
       if (i < output.logprobs.size()) {
@@ -185,7 +191,9 @@ OptionMap FieldsOf(const StepQueue::Steps& steps) {
           {"logprob_tokens", NewTensor(std::span(std::as_const(logprob_tokens)))},
           {"logprobs", NewTensor(std::span(std::as_const(logprobs)))},
           {"usage", Matrix(usage, std::size(kUsageColumns))},
-          {"errors", errors}};
+          {"errors", errors},
+          {"error_options", error_options},
+          {"error_reasons", error_reasons}};
 }
 
 }  // namespace

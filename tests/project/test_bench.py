@@ -207,6 +207,15 @@ def test_a_goal_may_be_about_another_side():
     assert measure.rows(case, data)[0].outcomes == []
 
 
+def test_a_goal_may_be_so_many_seconds_more():
+    metric = bench_cases.Metric(goals=(bench_cases.Goal("vLLM", 3e-3, adds=True),))
+    data = measured([0.012, 0.030, 0.013], [0.010, 0.010, 0.010], [probe(1e9, 1e9)] * 3)
+    row = measure.rows(case_of(metric), data)[0]
+    assert [(o.goal, o.reached) for o in row.outcomes] == [("≤ vLLM + 3 ms", True)]
+    data = measured([0.014, 0.010, 0.014], [0.010, 0.010, 0.010], [probe(1e9, 1e9)] * 3)
+    assert not measure.rows(case_of(metric), data)[0].outcomes[0].reached
+
+
 def test_work_of_trees_and_latent_layers():
     by_name = {case.name: case for case in bench_cases.all_cases(32 << 20, 2)}
 

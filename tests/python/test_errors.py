@@ -159,6 +159,20 @@ def test_other_outcomes_leave_the_object_usable(code: str) -> None:
     assert latch.succeed() == 7
 
 
+def test_an_error_names_its_option_and_why(engine: quire.Engine) -> None:
+    options = {"window": 4, "sinks": 9}, {"prediction": [5, 6]}, {"n": 1000}
+    expected = ("sinks", ""), ("predicted_tokens", "no_guess_room"), ("n", "")
+    for given, (option, reason) in zip(options, expected):
+        with pytest.raises(quire.QuireError) as caught:
+            engine.generate([5, 6, 7], max_tokens=2, **given)
+        assert (caught.value.option, caught.value.reason) == (option, reason)
+    with pytest.raises(quire.QuireError) as caught:
+        Latch().fail("Full", "no room")
+    assert (caught.value.option, caught.value.reason) == ("", "")
+    mine = errors.about(quire.IoError("x"), "kv_dir", "why")
+    assert (mine.option, mine.reason, str(mine)) == ("kv_dir", "why", "x")
+
+
 def test_errors_come_back_from_their_text() -> None:
     assert type(errors.from_text("OutOfPages: none left")) is quire.OutOfPagesError
     assert str(errors.from_text("OutOfPages: none left")) == "none left"

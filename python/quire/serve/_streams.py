@@ -30,6 +30,7 @@ __all__ = ["Answer", "Delta", "Streams"]
 
 T = TypeVar("T")
 _STEPS_PER_TURN = 16  # of one answer, before others and their sockets have a turn
+_TURN_SECONDS = 0.01  # of taking tokens, before sockets have a turn
 _POOL_THREADS = 4  # tokenizing and templates; more would only take turns with each other
 
 
@@ -203,7 +204,7 @@ class Streams:
     ) -> None:
         self.unread_bytes_max = unread_bytes_max
         self.unread = unread
-        self.answers: set[Answer] = set()
+        self.answers: dict[Answer, None] = {}  # the one that was looked at last is the last one
         self.last_token = -float("inf")  # when an answer last got a token
         self._engine = engine
         self._on_tokens = on_tokens
@@ -229,8 +230,8 @@ class Streams:
             future.add_done_callback(_close_result)
             raise
         answer = Answer(self, opened, self._loop.time(), measured)
-        self.answers.add(answer)
-        self._poll([answer])
+        self.answers[answer] = None
+        self._poll(answer, self._loop.time())
         return answer
 
     def _open_all(
@@ -266,25 +267,37 @@ class Streams:
             pass  # the event loop has ended, and with it all that waited
 
     def _poll_all(self) -> None:
+        """Looks at the answers that wait for their first token, then at the others in turns, until
+        the time of a turn is over: where tokens come faster than they are sent, connections are
+        served all the same."""
         self._woken = False  # before the answers are looked at: what comes meanwhile wakes again
-        self._poll(list(self.answers))
-
-    def _poll(self, answers: list[Answer]) -> None:
         now = self._loop.time()
-        any_tokens = False
-        for answer in answers:
-            tokens = answer._poll(now)
-            if tokens:
-                any_tokens = True
-                self.last_token = now
-                if answer.measured:
-                    self._on_tokens(answer, tokens, now)
-        if any_tokens and not self._woken:  # there may be more than one turn takes
+        begun = [answer for answer in self.answers if answer.first_token is not None]
+        for answer in [answer for answer in self.answers if answer.first_token is None]:
+            self._poll(answer, now)
+        for answer in begun:
+            if self._loop.time() - now >= _TURN_SECONDS:
+                return self._poll_soon()
+            del self.answers[answer]
+            self.answers[answer] = None
+            self._poll(answer, now)
+
+    def _poll(self, answer: Answer, now: float) -> None:
+        tokens = answer._poll(now)
+        if not tokens:
+            return
+        self.last_token = now
+        if answer.measured:
+            self._on_tokens(answer, tokens, now)
+        self._poll_soon()  # there may be more than one turn takes
+
+    def _poll_soon(self) -> None:
+        if not self._woken:
             self._woken = True
             self._loop.call_soon(self._poll_all)
 
     def _forget(self, answer: Answer) -> None:
-        self.answers.discard(answer)
+        self.answers.pop(answer, None)
 
 
 def _close_result(future: asyncio.Future[list[Stream]]) -> None:

@@ -30,6 +30,8 @@ _ANSWER_BYTES_MAX = 1 << 20
 class TooCostlyError(errors.BadArgumentError):
     """A grammar that was given up."""
 
+    option = "grammar"
+
 
 class GrammarProbe:
     """Tries grammars for one engine, for one thread; `close` may come from any.
@@ -70,7 +72,7 @@ class GrammarProbe:
             raise self._ended() from None
         if not answer:
             return
-        error = errors.from_text(answer)
+        error = errors.about(errors.from_text(answer), "grammar")
         raise TooCostlyError(str(error)) if isinstance(error, errors.TooLargeError) else error
 
     def close(self) -> None:

@@ -99,7 +99,9 @@ def from_engine(error: errors.QuireError, prompt_field: str | None = None) -> Pr
     message = re.sub(r"^(Engine::\w+|\w+Options(::\w+)?): |^SamplingOptions::", "", str(error))
     message = re.sub(r"raise EngineOptions::\w+ or ", "", message)  # which a client cannot do
     if status == 413:
-        field = "n" if message.startswith("n is ") else prompt_field
+        field = error.option or prompt_field
         return Problem(413, message, param=field, code="context_length_exceeded")
+    if status == 400 and error.option:  # options have the names of their fields
+        return Problem(400, message, param=error.option, code="invalid_value")
     retry_after = _RETRY_SECONDS if status == 503 else None
     return Problem(status, message, code=error.code.lower() or None, retry_after=retry_after)

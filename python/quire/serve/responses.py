@@ -62,12 +62,14 @@ class View(Protocol):
 
 
 # Characters that JSON has as they are, and at which some clients end a line.
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+_LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
     """A server-sent event, of which the data is one line, whatever a client takes as its end."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    for end, escaped in _LINE_ENDS.items():  # str.translate takes ten times as long as all else
+        text = text.replace(end, escaped)
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {text}\n\n".encode()
 

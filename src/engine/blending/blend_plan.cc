@@ -12,7 +12,8 @@ namespace quire {
 namespace {
 
 Status BadBlend(const std::string& field, const std::string& why) {
-  return Status(StatusCode::kBadArgument, "SamplingOptions::blend." + field + ": " + why);
+  return Status(StatusCode::kBadArgument, "SamplingOptions::blend." + field + ": " + why,
+                {.option = "blend"});
 }
 
 // Whether all that is moved is computed again.
@@ -35,7 +36,8 @@ Status CheckVerdict(const BlendRequest& request) {
     return Status(StatusCode::kBadArgument,
                   "SamplingOptions::blend: nobody has measured what blending costs this model with "
                   "this type of KV; run quire blend eval" +
-                      force);
+                      force,
+                  {"blend", RefusalReason::kUnverifiedBlend});
   }
   if (request.verdict->passes()) return {};
   std::ostringstream why;
@@ -44,7 +46,7 @@ Status CheckVerdict(const BlendRequest& request) {
       << request.verdict->divergence << " nats (at most " << BlendVerdict::kDivergenceMost
       << "), the same token in " << std::setprecision(1) << 100 * request.verdict->agreement
       << " % (at least " << 100 * BlendVerdict::kAgreementLeast << " %)" << force;
-  return Status(StatusCode::kBadArgument, why.str());
+  return Status(StatusCode::kBadArgument, why.str(), {"blend", RefusalReason::kUnverifiedBlend});
 }
 
 Status CheckPromptDocuments(const BlendRequest& request, int64_t prompt_tokens) {
@@ -93,17 +95,20 @@ Status CheckBlend(const ModelInfo& model, int64_t prompt_tokens, const SamplingO
     return Status(StatusCode::kBadArgument,
                   "SamplingOptions::blend: " + model.architecture +
                       " has recurrent layers, in which every token must be computed, so nothing "
-                      "can be saved; leave it out: an exact beginning of the prompt is reused");
+                      "can be saved; leave it out: an exact beginning of the prompt is reused",
+                  {.option = "blend"});
   }
   if (piece_max == 0) {
     return Status(StatusCode::kBadArgument,
                   "SamplingOptions::blend: EngineOptions::blend_piece is 0, so this engine has no "
-                  "room for blended prompts; make it with 2048");
+                  "room for blended prompts; make it with 2048",
+                  {"blend", RefusalReason::kNoBlendRoom});
   }
   if (options.window != 0) {
     return Status(StatusCode::kBadArgument,
                   "SamplingOptions::blend: window is " + std::to_string(options.window) +
-                      "; endless text cannot be blended: leave one of them out");
+                      "; endless text cannot be blended: leave one of them out",
+                  {.option = "blend"});
   }
   const Status status =
       CheckBlendOptions(options.blend->options, static_cast<int64_t>(model.layers.size()));

@@ -33,10 +33,12 @@ Status Speculator::CheckCanSpeculate(const SamplingOptions& options) const {
   const bool predicts = !options.predicted_tokens.empty();
   if (draft == DraftKind::kNone && !predicts) return {};
   if (max_tree_nodes_ < 2) {
+    const std::string option = predicts ? "predicted_tokens" : "speculation";
     return Status(StatusCode::kBadArgument,
-                  "SamplingOptions::" + std::string(predicts ? "predicted_tokens" : "speculation") +
+                  "SamplingOptions::" + option +
                       ": this engine has no room for guesses; give it "
-                      "EngineOptions::max_tree_nodes of at least 2, or a speculation of its own");
+                      "EngineOptions::max_tree_nodes of at least 2, or a speculation of its own",
+                  {option, RefusalReason::kNoGuessRoom});
   }
   if (draft == DraftKind::kModel && model_drafter_ == nullptr) {
     return Status(StatusCode::kBadArgument,

@@ -599,6 +599,7 @@ Status EngineThread::Deliver() {
       const Live& live = live_.at(id->second);
       if (live.failure.ok()) continue;
       output.error = live.failure.ToString();
+      output.error_detail = live.failure.detail();
       output.finish_reason = FinishReason::kError;
     }
     for (StepOutput& output : outputs_) {
@@ -645,6 +646,7 @@ void EngineThread::FailRequest(const NewRequest& request, const Status& why) {
     outputs[i].sample = static_cast<int64_t>(i);
     outputs[i].finish_reason = FinishReason::kError;
     outputs[i].error = why.ToString();
+    outputs[i].error_detail = why.detail();
     outputs[i].prompt_tokens = std::ssize(request.prompt);
   }
   failed_.reserve(failed_.size() + outputs.size());

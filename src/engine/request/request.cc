@@ -12,11 +12,13 @@
 namespace quire {
 namespace {
 
+// `field`: an option, or more words about one: "stop[2] length".
 template <typename T>
 Status OutOfRange(std::string_view field, T value, std::string_view range) {
   std::ostringstream message;
   message << "SamplingOptions::" << field << " is " << value << "; it must be " << range;
-  return Status(StatusCode::kBadArgument, message.str());
+  const std::string_view option = field.substr(0, field.find_first_of(" ["));
+  return Status(StatusCode::kBadArgument, message.str(), {.option = std::string(option)});
 }
 
 Status CheckTruncation(const SamplingOptions& options) {
@@ -98,7 +100,8 @@ Status CheckPrediction(const SamplingOptions& options, int64_t vocab_size) {
   if (options.speculation && options.speculation->draft != DraftKind::kNGram) {
     return Status(StatusCode::kBadArgument,
                   "SamplingOptions::predicted_tokens: guesses from them are those of n-grams, and "
-                  "speculation asks for others; take kNGram, or leave speculation out");
+                  "speculation asks for others; take kNGram, or leave speculation out",
+                  {.option = "predicted_tokens"});
   }
   return CheckTokens("SamplingOptions::predicted_tokens", options.predicted_tokens, vocab_size);
 }
@@ -112,7 +115,8 @@ Status CheckFilter(const SamplingOptions& options, int64_t vocab_size) {
   if (options.ignore_eos) {
     return Status(StatusCode::kBadArgument,
                   "SamplingOptions::ignore_eos is true and there is a filter, which says where the "
-                  "answer ends; leave one of them out");
+                  "answer ends; leave one of them out",
+                  {.option = "ignore_eos"});
   }
   return {};
 }

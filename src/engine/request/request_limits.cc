@@ -13,7 +13,7 @@ Status RequestLimits::CheckFits(int64_t prompt_tokens, const SamplingOptions& op
   if (options.n > max_num_sequences) {
     message << "SamplingOptions::n is " << options.n << "; the engine works on at most "
             << max_num_sequences << " samples at a time (EngineOptions::max_num_sequences)";
-    return Status(StatusCode::kTooLarge, message.str());
+    return Status(StatusCode::kTooLarge, message.str(), {.option = "n"});
   }
   if (options.window != 0) {
     QUIRE_RETURN_IF_ERROR(CheckWindow(prompt_tokens, options));
@@ -44,12 +44,12 @@ Status RequestLimits::CheckWindow(int64_t prompt_tokens, const SamplingOptions& 
     message << "SamplingOptions::window is " << options.window << "; " << model->info().architecture
             << " has no attention layers that could have one, and its states do not grow with the "
                "text: leave it 0";
-    return Status(StatusCode::kBadArgument, message.str());
+    return Status(StatusCode::kBadArgument, message.str(), {.option = "window"});
   }
   if (options.window > positions) {
     message << "SamplingOptions::window is " << options.window << "; the model has " << positions
             << " positions, so that is the most";
-    return Status(StatusCode::kBadArgument, message.str());
+    return Status(StatusCode::kBadArgument, message.str(), {.option = "window"});
   }
   constexpr int64_t kMost = SamplingOptions::kEndlessTokensMax;
   if (prompt_tokens > kMost || options.max_tokens > kMost - prompt_tokens) {

@@ -127,6 +127,9 @@ void AnswerDrawer::DrawAll(std::vector<Drawn>* draws) {
     const auto position = static_cast<int64_t>(drawn.sample->tokens.size()) + drawn.count - 1;
     drawn.output.error =
         DescribeDrawError(error, drawn.filter_status, drawn.output.sample, position);
+    if (error == DrawError::kFilterFailed || error == DrawError::kNoneAllowed) {
+      drawn.output.error_detail.option = "filter";
+    }
   }
 }
 

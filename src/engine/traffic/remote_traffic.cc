@@ -70,9 +70,10 @@ Status RemoteTraffic::CheckPeer(const std::string& address) const {
   const std::lock_guard<std::mutex> lock(attach_mutex_);
   const bool is_known = peers_ != nullptr && std::ranges::count(options_.addresses, address) > 0;
   if (is_known) return {};
-  return Status(StatusCode::kBadArgument, "SamplingOptions::prefill_peer is '" + address +
-                                              "', which is no address of an attached peer "
-                                              "(PrefillPeerOptions::addresses)");
+  return Status(StatusCode::kBadArgument,
+                "SamplingOptions::prefill_peer is '" + address +
+                    "', which is no address of an attached peer (PrefillPeerOptions::addresses)",
+                {"prefill_peer", RefusalReason::kUnknownPeer});
 }
 
 size_t RemoteTraffic::admissible(size_t others) const {

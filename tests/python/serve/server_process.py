@@ -22,12 +22,16 @@ DEADLINE = 60.0  # of whatever a test waits for: far above what it takes
 
 
 class Server:
-    """A running server. Its log is read by a thread, line by line."""
+    """A running server. Its log is read by a thread, line by line.
+
+    ready_seconds: from its start to the line that says that it is ready.
+    """
 
     def __init__(self, model: Path, *options: str, key: str | None = None) -> None:
         arguments = ["serve", str(model), "--port", "0", "--log-format", "json"]
         arguments += ["--dtype", "float32", "--threads", "1", "--served-model-name", "tiny"]
         arguments += options
+        begin = time.perf_counter()
         self.process = process(*arguments)
         self.key = key
         self.log: list[dict[str, Any]] = []
@@ -35,6 +39,7 @@ class Server:
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
         ready = self.process.stdout.readline().decode()
+        self.ready_seconds = time.perf_counter() - begin
         found = re.search(r"ready on (https?)://(.*):(\d+)$", ready)
         assert found, (ready, self.stop())
         self.scheme, self.host, self.port = found[1], found[2], int(found[3])

@@ -8,8 +8,6 @@ import http.client
 import os
 import re
 import shutil
-import socket
-import subprocess
 import textwrap
 import time
 from collections.abc import Iterator
@@ -23,28 +21,6 @@ from server_process import DEADLINE, Server, running
 from tiny_model import Shape, TinyModel
 
 PAGE = (ROOT / "docs" / "fleet.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
-    path = tmp_path_factory.mktemp("redis") / "redis.sock"
-    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--save", ""]
-    with open(path.with_suffix(".log"), "wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as peer:
-            while server.poll() is None:
-                try:
-                    peer.connect(str(path))
-                    break
-                except OSError:
-                    continue  # it has not bound yet
-        yield f"unix:{path}"
-    finally:
-        server.terminate()
-        server.wait(DEADLINE)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""packaging: what the unit starts runs and notifies; the steps of the Dockerfile, as far as they can
-be told without building it."""
+"""packaging: what the unit starts runs and notifies, and what its head says installs it; the steps
+of the Dockerfile that need no image. Its wheel is that of test_wheel.py. Whether the image is built
+and whether systemd starts the unit is not tried here: packaging/README.md."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from program import ROOT, process, run
+from quire import _ffi
 from quire.serve.notify import notify
-from server_process import DEADLINE, head, read_answer
+from server_process import DEADLINE, Server, head, read_answer
 from tiny_model import TinyModel
 
 PACKAGING = ROOT / "packaging"
@@ -57,6 +60,18 @@ def test_the_example_has_options_that_there_are(
     example = str(PACKAGING / "serve.yaml")
     code, out, err = run(capsys, "serve", str(tiny.directory), "--config", example, "--dry-run")
     assert code == 0 and "/var/lib/quire/kv" in out, err
+
+
+def test_the_steps_at_the_head_of_the_unit_install_it(tmp_path: Path) -> None:
+    """Those that need neither a network nor systemd, below a folder that stands for the root."""
+    steps = re.findall(r"^#   (install .*?)(?: +#.*)?$", UNIT, re.MULTILINE)
+    for step in steps:
+        *words, target = shlex.split(step)
+        subprocess.run([*words, f"{tmp_path}{target}"], cwd=PACKAGING, check=True)
+    found = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    (config,) = re.findall(r"^ExecStart=.* --config /(.*)$", UNIT, re.MULTILINE)
+    assert found == {Path(config), Path("etc/systemd/system/quire.service")}
+    assert {(tmp_path / path).stat().st_mode & 0o777 for path in found} == {0o644}
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
@@ -108,8 +123,30 @@ def test_the_image_starts_the_program(capsys: pytest.CaptureFixture[str]) -> Non
     assert yaml.safe_load(entry) == ["/opt/quire/bin/quire"]
     code, out, _ = run(capsys, *yaml.safe_load(words))
     assert code == 0 and "quire serve" in out
+
+
+def test_the_image_asks_the_server_whether_it_is_healthy(server: Server) -> None:
     (check,) = re.findall(r"^HEALTHCHECK .*?CMD (.*)$", DOCKERFILE, re.MULTILINE)
-    compile(yaml.safe_load(check)[2], "HEALTHCHECK", "exec")
+    program, option, code = yaml.safe_load(check)
+    assert (program, option) == ("python3", "-c") and ":8000/health'" in code
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        for port, healthy in ((server.port, True), (unused.getsockname()[1], False)):
+            command = [sys.executable, "-c", code.replace(":8000/", f":{port}/")]
+            done = subprocess.run(command, capture_output=True, check=False)
+            assert (done.returncode == 0) == healthy, done.stderr
+
+
+def test_the_image_has_the_libraries_that_are_loaded() -> None:
+    """libcrypto and liburing are linked as static libraries: the last stage needs no package for
+    them."""
+    everywhere = {"libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libc.so.6"}
+    everywhere |= {"ld-linux-x86-64.so.2", "libtvm_ffi.so"}  # the latter comes with the wheel
+    table = subprocess.run(
+        ["readelf", "-d", str(_ffi.LIBRARY_PATH)], capture_output=True, text=True, check=True
+    ).stdout
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", table))
+    assert "libtvm_ffi.so" in needed and needed <= everywhere
 
 
 def test_what_is_copied_is_there() -> None:

@@ -254,6 +254,8 @@ def test_tokenize_and_detokenize(server: Server, engine: quire.Engine) -> None:
             "no room for guesses; begin it with --speculate ngram, or with --max-tree-nodes",
         ),
         ({"best_of": 2}, "best_of", "only 1"),
+        ({"window": 4, "sinks": 9}, "sinks", "sinks is 9; it must be at least 0 and below window"),
+        ({"window": 100_000}, "window", "the model has"),
         ({"chat_template_kwargs": {"nothing": 1}}, None, "has no variable 'nothing'"),
     ],
 )

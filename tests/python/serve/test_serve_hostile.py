@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hostile_peers import BROKEN, raw, unread
 from quire.serve.bounded_json import JsonLimits, parse_object
 from quire.serve.problems import Problem
 from server_process import DEADLINE, Server, head, read_answer, running
@@ -45,14 +46,6 @@ def counted(server: Server, limit: str, times: int = 1) -> Iterator[None]:
     before = server.metrics().get(name, 0)
     yield
     assert server.metrics().get(name, 0) - before == times
-
-
-def raw(server: Server, data: bytes) -> tuple[int, bytes]:
-    """The answer to bytes that are sent as they are."""
-    with server.connect() as peer:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            peer.sendall(data)
-        return read_answer(peer)
 
 
 def test_half_headers_are_ended(strict: Server) -> None:
@@ -104,29 +97,7 @@ def test_an_endless_chunked_body_is_ended(strict: Server) -> None:
     assert status == 413
 
 
-@pytest.mark.parametrize(
-    ("data", "status", "limit"),
-    [
-        (b"GET /" + b"a" * 20000 + b" HTTP/1.1\r\n\r\n", 431, "header_bytes"),
-        (b"GET / HTTP/1.1\r\nx: " + b"a" * 20000 + b"\r\n\r\n", 431, "header_bytes"),
-        (b"GET / HTTP/1.1\r\nx: " + b"a" * 20000, 431, "header_bytes"),
-        (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 101 + b"\r\n", 431, "header_count"),
-        (b"\x16\x03\x01\x02\x00\x01\x00", 400, "http"),
-        (b"GET  HTTP/9\r\n\r\n", 400, "http"),
-        (b"GET http://a/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "http"),
-        (b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n", 400, "http"),
-        (b"GET /\xff HTTP/1.1\r\nhost: a\r\n\r\n", 400, "http"),
-        (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, "http"),
-        (head("/v1/completions", 5, "transfer-encoding: chunked") + b"0\r\n\r\n", 400, "http"),
-        (head("/v1/completions", 5, "content-length: 6") + b"{}", 400, "http"),
-        (head("/v1/completions", None, "content-length: -1"), 400, "http"),
-        (head("/v1/completions", None, "content-length: 1e3"), 400, "http"),
-        (head("/v1/completions", None, "transfer-encoding: gzip, chunked"), 400, "http"),
-        (head("/v1/completions", None, "transfer-encoding: chunked") + b"zz\r\n", 400, "http"),
-        (head("/v1/completions", 2, "a : b") + b"{}", 400, "http"),
-        (head("/v1/completions", 2, "a: b\n c") + b"{}", 400, "http"),
-    ],
-)
+@pytest.mark.parametrize(("data", "status", "limit"), BROKEN)
 def test_broken_requests(strict: Server, data: bytes, status: int, limit: str) -> None:
     with counted(strict, limit):
         assert raw(strict, data)[0] == status
@@ -179,16 +150,11 @@ def test_a_client_that_does_not_read_is_dropped(strict: Server) -> None:
 
 def test_an_answer_that_nobody_reads_ends_with_an_error(tiny: TinyModel) -> None:
     """Long before the client counts as slow: what waits for it is bounded."""
-    body = {"prompt": "x", "max_tokens": 10_000_000, "window": 32, "ignore_eos": True}
-    data = json.dumps({**body, "stream": True, "logprobs": 20}).encode()
     near = ("--limit", "unread_bytes=100K", "--limit", "write_buffer_bytes=4K")
     options = ("--no-prefix-cache", "--page-size", "16", *near)
-    with running(tiny.directory, *options) as server, socket.socket() as peer:
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        peer.settimeout(DEADLINE)
-        peer.connect((server.host, server.port))
+    with running(tiny.directory, *options) as server, contextlib.ExitStack() as stack:
         with counted(server, "unread_bytes"):
-            peer.sendall(head("/v1/completions", len(data), "connection: close") + data)
+            peer = stack.enter_context(unread(server))
             name = 'quire:http_limit_total{limit="unread_bytes"}'
             server.wait_metrics(lambda m: m.get(name) == 1)
             server.wait_metrics(lambda m: m['quire:kv_pages{state="used"}'] == 0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from quire import errors
 from quire.grammar import CompiledGrammar, Grammar
+from quire.serve._streams import Streams
 from quire.serve.calls import Call
 from quire.serve.generation import Generation
 from quire.serve.grammar_probe import TooCostlyError
@@ -77,6 +79,65 @@ def test_a_defect_ends_a_stream_with_an_error_event() -> None:
         b"",
     ]
     assert bodies[-1]["more_body"] is False
+
+
+# ---- Turns of the event loop
+
+
+class SlowAnswer:
+    """Has a token whenever it is looked at, which takes 4 ms."""
+
+    measured = False
+
+    def __init__(self, loop: TurnLoop, name: str, begun: bool = True) -> None:
+        self.first_token = 0.0 if begun else None
+        self._loop, self._name = loop, name
+
+    def _poll(self, now: float) -> int:
+        self._loop.now += 0.004
+        self._loop.looked_at.append(self._name)
+        return 1
+
+
+class TurnLoop:
+    """An event loop of which the test takes the turns."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.looked_at: list[str] = []
+        self._ready: list[Callable[[], None]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        self._ready.append(call)
+
+    call_soon_threadsafe = call_soon
+
+    def turn(self) -> str:
+        """The names of the answers that one turn looks at."""
+        self.looked_at.clear()
+        ready, self._ready = self._ready, []
+        for call in ready:
+            call()
+        return " ".join(self.looked_at)
+
+
+def test_tokens_that_come_faster_than_they_are_sent_leave_the_loop_time_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twenty streams with logprobs of a fast model once kept /health/live waiting for seconds."""
+    loop = TurnLoop()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    engine: Any = SimpleNamespace(on_step=None)
+    streams = Streams(engine, lambda *_: None, 1 << 20, lambda: Problem(408, "unread"))
+    answers: dict[Any, None] = dict.fromkeys(SlowAnswer(loop, name) for name in "abcde")
+    monkeypatch.setattr(streams, "answers", answers)  # in an order
+    engine.on_step()
+    assert [loop.turn() for _ in range(4)] == ["a b c", "d e a", "b c d", "e a b"]
+    answers[SlowAnswer(loop, "new", begun=False)] = None
+    assert [loop.turn() for _ in range(2)] == ["new c d", "new e a"]
 
 
 # ---- Grammars
@@ -203,14 +264,19 @@ def test_a_costly_grammar_is_refused_and_counted() -> None:
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
+def of_grammar(error: errors.QuireError) -> errors.QuireError:
+    return errors.about(error, "grammar")
+
+
 COSTLY_TOKEN = "the grammar is too costly: one token took more than 0.1 s; grammar failed for token 1"
 
 
 @pytest.mark.parametrize(
     ("error", "status", "param", "given_up"),
     [
-        (errors.BadArgumentError("grammar allows no token for token 2 of sample 0"), 400, "f", []),
-        (errors.TooLargeError(COSTLY_TOKEN), 400, "f", ["grammar: " + COSTLY_TOKEN]),
+        (of_grammar(errors.BadArgumentError("no token is allowed")), 400, "f", []),
+        (of_grammar(errors.TooLargeError(COSTLY_TOKEN)), 400, "f", ["grammar: " + COSTLY_TOKEN]),
+        (errors.BadArgumentError("a grammar that is not the cause"), 400, None, []),
         (errors.OutOfPagesError("there is no page"), 503, None, []),
         (errors.TooLargeError("2147483648 tokens, at most 2147483647"), 413, None, []),
     ],
