@@ -426,6 +426,34 @@ TEST_P(EngineBlendFaults, DocumentsDoNotWaitForEachOther) {
   EXPECT_EQ(begun[0], begun[2]);
 }
 
+// All that is learnt for a prompt is asked for in one call: a store that answers one call after
+// another is waited for once.
+TEST_P(EngineBlendFaults, DocumentsNeedOneAnswerOfTheStore) {
+  constexpr int64_t kCallNs = 10'000'000;
+  const auto clock = std::make_shared<FakeClock>();
+  const auto store = std::make_shared<FakeChunkStore>(clock);
+  Fill(store, clock);
+  if (HasFailure()) return;
+  for (const std::vector<uint64_t>& documents :
+       std::vector<std::vector<uint64_t>>{{1, 2}, {1, 2, 3}, {1, 2, 3, 4}}) {
+    SCOPED_TRACE(documents.size());
+    const Question question = Ask(documents, 1);
+    const auto reader = Create();
+    Attach(reader.get(), store, clock, /*write=*/false);
+    store->call_ns = kCallNs;
+    const int64_t calls = store->calls;
+    const int64_t fetches = store->fetches;
+    const int64_t start_ns = clock->SteadyNs();
+    const Outcome outcome = Generate(reader.get(), question.prompt, Blend(question, 0.1));
+    EXPECT_GT(outcome.blend->moved_tokens, 15);
+    EXPECT_EQ(store->fetches - fetches, std::ssize(documents))
+        << "the documents behind the first one, and the prompt's own beginning";
+    EXPECT_EQ(store->calls - calls, 2);
+    EXPECT_EQ(clock->SteadyNs() - start_ns, 2 * kCallNs);
+    store->call_ns = 0;
+  }
+}
+
 // Sound bytes under the keys of others.
 TEST_P(EngineBlendFaults, AStoreThatLiesIsNotBelieved) {
   const auto clock = std::make_shared<FakeClock>();
@@ -579,6 +607,53 @@ TEST_P(EngineBlendFaults, AnyAllocationMayBeRefused) {
     from = {run.left()->call, run.left()->allocation + 1};
   }
   EXPECT_GT(refused, 200);
+}
+
+// The same while three documents come out of a store, layer by layer, into the prompt's forward.
+// One that cannot be learnt for want of memory is computed in its place, and the usage tells it.
+TEST_P(EngineBlendFaults, AnyAllocationMayBeRefusedWhileDocumentsCome) {
+  const std::string name = GetParam().name;
+  if (name == "Gemma2") GTEST_SKIP() << "documents of windows come whole";
+  if (name == "DeepseekV3") GTEST_SKIP() << "it takes the same places as the others, in more time";
+  constexpr int64_t kLongChunk = 64;  // each document is one
+  const auto clock = std::make_shared<FakeClock>();
+  const auto store = std::make_shared<FakeChunkStore>(clock);
+  const auto writer = Create();
+  Attach(writer.get(), store, clock, true, kLongChunk);
+  const Question other = Ask({4, 3, 2, 1}, 9);
+  Generate(writer.get(), other.prompt, Blend(other, 0.0));
+  ASSERT_TRUE(writer->FlushStore(60'000).ok());
+  store->layer_ns = 10'000'000;
+  const SamplingOptions options = Blend(question_, 0.1);
+  const Outcome want = Generate(Create().get(), question_.prompt, options);
+  const auto own_end = question_.prompt.begin() + question_.documents.front().end;
+  RefusedRun::Place from;
+  int64_t refused = 0;
+  int64_t layer_loads = 0;
+  int64_t compared = 0;
+  while (true) {
+    const auto engine = Create();
+    Attach(engine.get(), store, clock, /*write=*/false, kLongChunk);
+    Generate(engine.get(), {question_.prompt.begin(), own_end}, {.max_tokens = 0});
+    layer_loads -= engine->Stats().layer_loads;
+    RefusedRun run(engine.get(), from);
+    run.Run(question_, options);
+    if (HasFatalFailure()) return;
+    refused += run.refused();
+    layer_loads += engine->Stats().layer_loads;
+    const Outcome& found = run.outcome();
+    if (found.blend && found.blend->moved_tokens < want.blend->moved_tokens) {
+      EXPECT_NE(found.reason, FinishReason::kNone);
+    } else {
+      ExpectPartOf(want, found);
+      ++compared;
+    }
+    if (!run.left()) break;
+    from = {run.left()->call, run.left()->allocation + 1};
+  }
+  EXPECT_GT(refused, 200);
+  EXPECT_GT(layer_loads, 3);
+  EXPECT_GT(compared, 3);
 }
 
 }  // namespace

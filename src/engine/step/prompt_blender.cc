@@ -12,8 +12,10 @@ namespace {
 // Fewer tokens are computed along with any step; to move them costs more than it saves.
 constexpr int64_t kMovedTokensMin = 16;
 
+constexpr int64_t kNoWindow = std::numeric_limits<int64_t>::max();
+
 int64_t SmallestWindow(std::span<const AttentionLayerSpec> layers) {
-  int64_t window = std::numeric_limits<int64_t>::max();
+  int64_t window = kNoWindow;
   for (const AttentionLayerSpec& layer : layers) {
     if (layer.window > 0) window = std::min(window, layer.window);
   }
@@ -38,11 +40,22 @@ void PromptBlender::Plan(Request* request, std::span<const int32_t> prompt) {
   }
 }
 
+// The request that brings all of a document layer by layer; null if there is none.
+Request* PromptBlender::BringerOf(const Request& request, std::span<const int32_t> chain) const {
+  for (const int64_t id : request.learners) {
+    Request* const learner = parts_.requests->Find(id);
+    if (learner == nullptr || !learner->brings_document()) continue;
+    if (std::ranges::equal(learner->prompt_of(learner->samples.front()), chain)) return learner;
+  }
+  return nullptr;
+}
+
 // What is known of the movable documents in the piece. A document is known as far as a sequence
-// with its anchor goes; where layers have windows, what they still see at its end.
-std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& request,
-                                                           const BlendPiece& piece) {
-  std::vector<MovedPiece::Part> parts;
+// with its anchor goes; where layers have windows, what they still see at its end. One that comes
+// with the forward is known as a whole, as it will be behind the forward.
+std::vector<PromptBlender::DocumentRows> PromptBlender::FindDocuments(const Request& request,
+                                                                      const BlendPiece& piece) {
+  std::vector<DocumentRows> parts;
   if (request.restarted) return parts;
   const auto prompt = request.prompt_of(request.samples.front());
   const int64_t window = SmallestWindow(parts_.state.attention()->options().layers);
@@ -59,6 +72,14 @@ std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& reques
       const PrefixMatch other = parts_.finder->FindExact(chain.tokens, space);
       if (other.length > match.length) match = other, long_factors = space.long_rope;
     }
+    LayerwiseLoad* layers = nullptr;
+    if (match.length < std::ssize(chain.tokens)) {
+      if (const Request* const learner = BringerOf(request, chain.tokens)) {
+        layers = learner->layers.get();
+        match = {.length = std::ssize(chain.tokens)};
+        long_factors = learner->space.long_rope;
+      }
+    }
     parts_.prefix_cache->Touch(match.sequence_id);
     const int64_t held = window > match.length ? 0 : match.length - (window - 1);
     const int64_t known_begin = document.begin + std::max<int64_t>(0, held - chain.anchor_tokens);
@@ -68,13 +89,14 @@ std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& reques
     if (begin >= end) continue;
     QUIRE_CHECK(end - document.begin + chain.anchor_tokens <= match.length)
         << "rows that are not known would be moved";
-    parts.push_back({.rows = {begin - piece.begin, end - piece.begin},
-                     .seq_id = match.sequence_id,
-                     .from = chain.anchor_tokens + begin - document.begin,
-                     .long_factors = long_factors});
+    parts.push_back({.part = {.rows = {begin - piece.begin, end - piece.begin},
+                              .seq_id = match.sequence_id,
+                              .from = chain.anchor_tokens + begin - document.begin,
+                              .long_factors = long_factors},
+                     .layers = layers});
   }
   int64_t tokens = 0;
-  for (const MovedPiece::Part& part : parts) tokens += part.rows.count();
+  for (const DocumentRows& rows : parts) tokens += rows.part.rows.count();
   if (tokens < kMovedTokensMin) parts.clear();
   return parts;
 }
@@ -137,6 +159,9 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
     learner->space = LearnerSpace(request, chain);
     learner->learns_for = request.id;
     learner->is_idle = waits_for_others;
+    learner->document_begin = document.is_own ? std::ssize(chain) : document.anchor_tokens;
+    // What a window hides at a document's end is not in its chunks.
+    learner->comes_whole = document.is_own || SmallestWindow(model().layers) != kNoWindow;
     learners.push_back(std::move(learner));
   }
   return learners;
@@ -176,8 +201,15 @@ Result<PromptBlender::OpenPieces> PromptBlender::Open(std::span<const Work> work
     AttentionKVCache& cache = *parts_.state.attention();
     auto rows = std::make_unique<MovedPiece>(cache.options(), range.begin, range.count(),
                                              work.request->space.long_rope);
-    for (const MovedPiece::Part& part : FindDocuments(*work.request, range)) {
-      const Status taken = rows->Take(cache, part);
+    for (const DocumentRows& document : FindDocuments(*work.request, range)) {
+      if (LayerwiseLoad* const layers = document.layers) {
+        rows->Expect({.part = document.part,
+                      .source = &layers->whole(),
+                      .source_begin = layers->load().begin(),
+                      .clock = parts_.clock});
+        continue;
+      }
+      const Status taken = rows->Take(cache, document.part);
       if (!taken.ok() && taken.code() != StatusCode::kNotFound) return taken;
     }
     if (rows->moved_count() == 0) continue;
@@ -225,7 +257,8 @@ void PromptBlender::Commit(const OpenPieces& pieces) noexcept {
   for (const OpenPiece& piece : pieces) {
     Request& request = *piece.work.request;
     Sample& sample = *piece.work.sample;
-    const PieceCounts& counts = piece.hook->counts();
+    PieceCounts counts = piece.hook->counts();
+    counts.move_ns += piece.rows->reach_ns();
     QUIRE_CHECK(counts.recomputed <= counts.moved) << "request " << request.id;
     sample.approximate_from = std::min(sample.approximate_from, ExactEnd(sample, pieces));
     request.approximate |= counts.any_left();

@@ -78,7 +78,13 @@ class PromptBlender {
   void Publish(EngineStats* stats) const noexcept;
 
  private:
-  std::vector<MovedPiece::Part> FindDocuments(const Request& request, const BlendPiece& piece);
+  // Rows of a piece, and what brings them if they are not in pages yet.
+  struct DocumentRows {
+    MovedPiece::Part part;
+    LayerwiseLoad* layers = nullptr;
+  };
+  std::vector<DocumentRows> FindDocuments(const Request& request, const BlendPiece& piece);
+  Request* BringerOf(const Request& request, std::span<const int32_t> chain) const;
   std::vector<std::unique_ptr<Request>> MakeLearners(const Request& request);
   PrefixSpace LearnerSpace(const Request& request, std::span<const int32_t> chain) const;
   const ModelInfo& model() const { return parts_.limits->model->info(); }

@@ -52,7 +52,7 @@ Result<StepBatch> StepPlanner::Plan(bool may_admit) {
          .pages_free = holders_.state.pages_free() - of_loads,
          .sequences_free = options_.max_num_sequences - holders_.requests.running_samples(),
          .pages_evictable_max = holders_.prefix_cache.page_count_max(),
-         .receiving = owners_.traffic.remote.receiving(),
+         .receiving = owners_.traffic.remote.receiving() + WaitingForDocuments(),
          .running = running,
          .head = may_admit ? ViewHead() : std::nullopt});
     switch (decision.kind) {
@@ -84,6 +84,14 @@ Result<StepBatch> StepPlanner::Plan(bool may_admit) {
       }
     }
   }
+}
+
+// Requests in work that were to be computed along with documents which did not come: these are
+// learnt first, by requests that came in before them.
+int64_t StepPlanner::WaitingForDocuments() const {
+  const RequestQueue& requests = holders_.requests;
+  return std::count_if(requests.running().begin(), requests.running().end(),
+                       [&](const auto& request) { return requests.WaitsForDocuments(*request); });
 }
 
 // Leaders without a sequence get one; the other samples are forked as soon as their leader has
@@ -168,6 +176,7 @@ Result<std::vector<RunnableSample>> StepPlanner::ViewRunning(StepBatch* works) {
   std::vector<RunnableSample> view;
   std::map<int64_t, std::vector<size_t>> inside_pages;  // places in `view`, by length
   for (const auto& request : holders_.requests.running()) {
+    if (holders_.requests.WaitsForDocuments(*request)) continue;
     for (Sample& sample : request->samples) {
       if (sample.finished() || !sample.has_sequence()) continue;
       if (!owners_.traffic.CanRun(*request, sample)) continue;
