@@ -87,6 +87,8 @@ struct Request {
     return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
   }
   RequestTimes TimesAt(int64_t now_ns) const noexcept;
+  // Its leader begins, for the first time or again, behind what was found of it.
+  void NoteFound() noexcept;
   void NoteStep(int64_t step) noexcept;
   // Brings the sample's filter, if the request has one, to the end of the answer.
   Status AlignFilter(Sample* sample) const;
@@ -114,7 +116,9 @@ struct Request {
   // and whether the document cannot be moved before it is there in all layers.
   int64_t document_begin = 0;
   bool comes_whole = false;
-  int64_t exact_start = kExactForever;  // what `cached` counts is exact up to here
+  // What `cached` counts is exact up to here; and was found up to here each time that the leader
+  // began again: what is behind was computed, or moved, by this request.
+  int64_t exact_start = kExactForever, found_again = kExactForever;
   Speculation speculation;
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;  // as in StepOutput
   // While it waits: what the chunk store has of it, under way or there. Null before it was asked,

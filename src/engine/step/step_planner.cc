@@ -103,6 +103,7 @@ Status StepPlanner::GiveSequences() {
     if (!leader->has_sequence()) {
       QUIRE_RETURN_IF_ERROR(
           holders_.sequences.Give(*request, leader, holders_.finder.Find(*request, *leader)));
+      request->NoteFound();
     }
     if (request->job != nullptr) QUIRE_RETURN_IF_ERROR(owners_.traffic.prefill.Mark(request.get()));
     // Another sample leads now, and begins elsewhere or has another answer.
@@ -238,8 +239,6 @@ Result<bool> StepPlanner::AdmitHead() {
     if (layers != nullptr) request.load = layers->TakeLoad();
     return given;
   }
-  if (!request.admitted_before) request.exact_start = request.leader()->approximate_from;
-  request.approximate |= request.leader()->approximate_from != kExactForever;
   request.layers = std::move(layers);
   owners_.traffic.store.ImportChunks(&request, start);
   if (!owners_.traffic.remote.Start(&request, owners_.traffic.store.compute_seconds_per_token())) {
@@ -247,6 +246,7 @@ Result<bool> StepPlanner::AdmitHead() {
     request.cached = {};
     return false;
   }
+  request.NoteFound();
   if (!request.admitted_before)
     request.prefix_miss = MissOf(request, exact, start.from, holders_.prefix_cache);
   owners_.traffic.store.NoteStart(&request, start.from.known);
