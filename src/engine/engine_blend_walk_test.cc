@@ -10,6 +10,8 @@
 #include <fstream>
 #include <optional>
 #include <set>
+#include <sstream>
+#include <string>
 
 #include "base/testing/soak.h"
 #include "engine/testing/blended_prompts.h"
@@ -138,7 +140,9 @@ class EngineBlendWalk : public BlendingEngines {
   }
   void Walk(Engine* engine, const std::vector<Job>& jobs, const std::vector<Outcomes>& alone,
             RandomSequence* moves);
-  void ExpectAsAlone(const Job& job, const Outcomes& alone, int64_t sample, const Outcome& outcome);
+  // `told`: what the usage said with the first token.
+  void ExpectAsAlone(const Job& job, const Outcomes& alone, int64_t sample, const Outcome& outcome,
+                     const std::optional<BlendUsage>& told);
   // Every chunk of the store is, to the bit, that of an engine that never blended.
   void ExpectExactChunks(ChunkStore* store, std::span<const TierKind> tiers);
   // So is what the engine's own pages hold of the tokens for exact requests.
@@ -146,32 +150,62 @@ class EngineBlendWalk : public BlendingEngines {
 
   const std::filesystem::path directory_;
   Passport identity_;
-  int64_t compared_ = 0;  // answers of blended requests
-  int64_t others_ = 0;    // of blended requests whose documents were given up
-  int64_t mixes_ = 0;     // schedules of blended and exact requests
+  int64_t compared_ = 0;   // answers of blended requests
+  int64_t from_kept_ = 0;  // of these: of requests that went on from an equal one
+  int64_t others_ = 0;     // of blended requests whose documents were given up
+  int64_t mixes_ = 0;      // schedules of blended and exact requests
   int64_t requests_ = 0;
   int64_t preemptions_ = 0;
   int64_t pages_compared_ = 0;     // sections of sequences, under exact keys
   int64_t chunks_compared_ = 0;    // sections of chunks
   int64_t approximate_ = 0;        // of both: those that are not what full prefill gives
   std::unique_ptr<Engine> exact_;  // that never blends
-  bool few_pages_ = false;
+  bool short_of_room_ = false;
 };
 
-// A blended answer depends on the documents that are known. Where pages are few, some of them are
-// given up, and then the usage tells other numbers of moved tokens; or that the answer is exact.
+std::string UsageText(const std::optional<BlendUsage>& blend) {
+  if (!blend) return "none";
+  const BlendUsage& usage = *blend;
+  std::ostringstream text;
+  text << "exact " << usage.exact_tokens << ", kept " << usage.kept_tokens << ", moved "
+       << usage.moved_tokens << ", recomputed " << usage.recomputed_tokens << ", computed "
+       << usage.computed_tokens << ", learned " << usage.learned_tokens << ", deviation "
+       << usage.deviation_mean;
+  return text.str();
+}
+
+// A blended answer depends on its request, on the documents that are known, and on how much of the
+// prompt's beginning is found exactly. Where room is short, documents are given up before they are
+// moved: they are computed in their place, and so the store gets a longer exact beginning. Nothing
+// else may make an answer another one than alone, and the usage has to tell these: by the exact
+// tokens, and by more computed ones than alone. What an equal request has left (kept) is none of
+// them: nobody may go on from a blend that lacks a document. A request that was preempted may tell
+// with its first token what it tells no more at its end.
+bool IsAnotherBlend(const BlendUsage& usage, const BlendUsage& alone) {
+  return usage.exact_tokens != alone.exact_tokens || usage.computed_tokens > alone.computed_tokens;
+}
+
 void EngineBlendWalk::ExpectAsAlone(const Job& job, const Outcomes& alone, int64_t sample,
-                                    const Outcome& outcome) {
+                                    const Outcome& outcome, const std::optional<BlendUsage>& told) {
   ASSERT_NE(outcome.reason, FinishReason::kError) << outcome.error;
   const Outcome& one = alone.at({0, sample});
+  SCOPED_TRACE("usage: " + UsageText(outcome.blend) + "; with the first token: " + UsageText(told) +
+               "; alone: " + UsageText(one.blend));
   if (job.options.blend) {
     if (outcome.reason == FinishReason::kCancelled && !outcome.blend) return;
     ASSERT_TRUE(outcome.blend);
-    if (few_pages_ && outcome.blend->moved_tokens != one.blend->moved_tokens) {
+    const BlendUsage& usage = *outcome.blend;
+    for (const int64_t tokens : {usage.exact_tokens, usage.kept_tokens, usage.computed_tokens}) {
+      EXPECT_GE(tokens, 0);
+    }
+    const bool is_another =
+        IsAnotherBlend(usage, *one.blend) || (told && IsAnotherBlend(*told, *one.blend));
+    if (short_of_room_ && is_another) {
       ++others_;
       return;
     }
     ++compared_;
+    from_kept_ += usage.kept_tokens > 0 ? 1 : 0;
   }
   Bits want = one.bits;
   if (outcome.reason == FinishReason::kCancelled) want.resize(outcome.bits.size());
@@ -204,7 +238,9 @@ void EngineBlendWalk::Walk(Engine* engine, const std::vector<Job>& jobs,
   for (const auto& [key, outcome] : outcomes) {
     const size_t job = job_of.at(key.first);
     SCOPED_TRACE("request " + std::to_string(key.first) + " job " + std::to_string(job));
-    ExpectAsAlone(jobs[job], alone[job], key.second, outcome);
+    const auto leader = outcomes.find({key.first, 0});
+    ExpectAsAlone(jobs[job], alone[job], key.second, outcome,
+                  leader == outcomes.end() ? outcome.first_blend : leader->second.first_blend);
     if (HasFatalFailure()) return;
   }
   std::set<Tokens> sequences;
@@ -310,13 +346,12 @@ TEST_P(EngineBlendWalk, EachIsAsAloneAndStoresAreExact) {
     EngineOptions options = Options();
     options.max_num_sequences = 3 + moves.Below(6);
     options.prefill_chunk = 5 + moves.Below(30);
-    if (seed % 2 == 1) {
-      options.max_tree_nodes = 24;
-      options.speculation = {.draft = DraftKind::kNGram, .draft_tokens = 4};
-    }
-    // Last: what is computed there in its place is a longer exact beginning in the store.
-    few_pages_ = seed >= mixes / 2;
-    if (few_pages_) {
+    if (seed % 2 == 1) options.speculation = {.draft = DraftKind::kNGram, .draft_tokens = 4};
+    // Last: a document that is given up is computed in its place, and so is a longer exact
+    // beginning in the store, which is another blend for all mixes behind it.
+    short_of_room_ = seed >= mixes / 2;
+    if (short_of_room_ && seed % 2 == 1) options.max_tree_nodes = 24;
+    if (short_of_room_ && seed % 4 != 1) {
       options.page_size = 4;
       options.kv_bytes = (60 + moves.Below(12)) * page_bytes;
     }
@@ -333,6 +368,7 @@ TEST_P(EngineBlendWalk, EachIsAsAloneAndStoresAreExact) {
   ReportFigure("approximate_sections", approximate_);
   if (IsSoak()) return;
   EXPECT_GT(compared_, 15) << "blended answers were compared";
+  EXPECT_GT(from_kept_, 0);
   EXPECT_GT(others_, 0);
   EXPECT_GT(pages_compared_, 100);
   EXPECT_GT(preemptions_, preempts ? 0 : -1);

@@ -89,6 +89,9 @@ struct Request {
   RequestTimes TimesAt(int64_t now_ns) const noexcept;
   // Its leader begins, for the first time or again, behind what was found of it.
   void NoteFound() noexcept;
+  // Its blend is not the one of its recipe: nobody else goes on from it, as nobody could tell what
+  // it lacks.
+  void KeepBlendForItself() noexcept { space.only_request = id; }
   void NoteStep(int64_t step) noexcept;
   // Brings the sample's filter, if the request has one, to the end of the answer.
   Status AlignFilter(Sample* sample) const;

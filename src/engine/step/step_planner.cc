@@ -185,7 +185,7 @@ Result<std::vector<RunnableSample>> StepPlanner::ViewRunning(StepBatch* works) {
       const int64_t length = layers == nullptr ? sample.computed : layers->end();
       if (layers == nullptr && length % options_.page_size != 0)
         inside_pages[length].push_back(view.size());
-      const std::optional<BlendPlan::Found> piece = owners_.blender.PieceAt(*request, length);
+      const std::optional<BlendPlan::Found> piece = owners_.blender.PieceAt(request.get(), length);
       const int64_t pending = PendingNow(*request, sample, length);
       view.push_back({.request_id = request->id,
                       .length = length,
