@@ -298,6 +298,11 @@ class ChunkStore {
   // Stops at the first one that is not. Its chunks are pinned while the fetch lives. BadArgument,
   // Closed.
   virtual Result<std::shared_ptr<ChunkFetch>> Fetch(const FetchRequest& request) = 0;
+  // The same for several chains at once; [i]: of requests[i]. A tier is asked for all of them in
+  // one call, and what it has of them is read together: layer 0 of all chunks of all chains first.
+  // An error starts none of them.
+  virtual Result<std::vector<std::shared_ptr<ChunkFetch>>> FetchAll(
+      std::span<const FetchRequest> requests) = 0;
   // The leading chunks of the chain that the store knows of without asking a disk or a network.
   virtual int64_t KnownPrefix(const KeySpace& keys, std::span<const ChunkKey> chain) = 0;
   // Brings chunks into RAM (into the fastest tier there is) for a fetch to come.

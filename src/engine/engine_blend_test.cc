@@ -141,6 +141,44 @@ TEST_P(EngineBlend, TheNextTurnGoesOnWithTheSameBlend) {
   EXPECT_GT(other.blend->moved_tokens, 0);
 }
 
+// It was computed in its place, so the blend is another one than the recipe's: an equal request for
+// which the document is there does not go on from it.
+TEST_P(EngineBlend, ABlendThatLacksADocumentIsKeptForNobody) {
+  const Question question = Ask({1, 2, 3, 4}, 1);
+  const Outcome alone = Generate(Create().get(), question.prompt, Blend(question, 0.1));
+  for (const std::vector<uint64_t>& known : {std::vector<uint64_t>{1, 2, 3}, {1, 3, 4}}) {
+    SCOPED_TRACE(known.back());
+    const auto engine = Create();
+    const Question other = Ask(known, 2);
+    Generate(engine.get(), other.prompt, Blend(other, 0.1));
+    const Outcome lacking =
+        Generate(engine.get(), question.prompt, Blend(question, 0.1, DocumentLearning::kOff));
+    EXPECT_TRUE(lacking.blend->approximate);
+    EXPECT_GT(lacking.blend->moved_tokens, 0);
+    EXPECT_LT(lacking.blend->moved_tokens, alone.blend->moved_tokens);
+    const Outcome whole = Generate(engine.get(), question.prompt, Blend(question, 0.1));
+    EXPECT_EQ(whole.blend->kept_tokens, 0);
+    EXPECT_EQ(whole.blend->moved_tokens, alone.blend->moved_tokens);
+    EXPECT_EQ(whole.bits, alone.bits);
+  }
+}
+
+// So is one behind a longer exact beginning than the recipe's own, which reaches into a piece.
+TEST_P(EngineBlend, ABlendBehindALongerExactBeginningIsKeptForNobody) {
+  const Question question = Ask({1, 2, 3, 4}, 1);
+  const auto engine = Create();
+  const int64_t end = question.documents[1].end + 5;
+  const Tokens beginning(question.prompt.begin(), question.prompt.begin() + end);
+  Generate(engine.get(), beginning, Exact(0));
+  const Outcome first = Generate(engine.get(), question.prompt, Blend(question, 0.1));
+  EXPECT_TRUE(first.blend->approximate);
+  EXPECT_EQ(first.blend->exact_tokens, end);
+  const Outcome again = Generate(engine.get(), question.prompt, Blend(question, 0.1));
+  EXPECT_EQ(again.blend->exact_tokens, end);
+  EXPECT_EQ(again.blend->kept_tokens, 0);
+  EXPECT_EQ(again.bits, first.bits);
+}
+
 TEST_P(EngineBlend, AnExactBeginningIsInNoRatio) {
   const Question question = Ask({1, 2, 3}, 1);
   const auto engine = Create();

@@ -43,6 +43,7 @@ BlendHook::BlendHook(const Parts& parts) : parts_(parts), options_(*parts.option
 Result<RowSelection> BlendHook::BeforeAttention(int64_t layer, const FreshRows& fresh) {
   const auto check = std::find(options_.check_layers.begin(), options_.check_layers.end(), layer);
   if (check == options_.check_layers.end()) return RowSelection{};
+  QUIRE_RETURN_IF_ERROR(parts_.piece->Reach(layer));
   const int64_t begin_ns = parts_.clock->SteadyNs();
   Result<RowSelection> selection =
       Select(static_cast<size_t>(check - options_.check_layers.begin()), layer, fresh);

@@ -218,6 +218,12 @@ BlendPlan::Chain BlendPlan::MovableChain(std::span<const int32_t> prompt, size_t
   return {.tokens = {tokens, tokens + document.chain_end()}, .anchor_tokens = document.from};
 }
 
+void BlendPlan::NoteFound(int64_t length, int64_t exact) noexcept {
+  for (size_t i = 0; i < pieces_.size(); ++i) {
+    if (pieces_[i].end > length || pieces_[i].end <= exact) counts_[i] = {};
+  }
+}
+
 BlendUsage BlendPlan::Usage() const noexcept {
   BlendUsage usage{.documents = document_count_};
   double sum = 0;

@@ -92,6 +92,9 @@ class BlendPlan {
     return chains;
   }
 
+  // The prompt begins, perhaps again, behind `length` tokens, of which `exact` are as prefill gives
+  // them. Pieces that are to be computed, or were found exact, have no moved tokens so far.
+  void NoteFound(int64_t length, int64_t exact) noexcept;
   // What came of a piece, as it was computed last.
   void NotePiece(size_t index, const PieceCounts& counts) noexcept { counts_[index] = counts; }
   BlendUsage Usage() const noexcept;

@@ -3,14 +3,15 @@
 #include <dlpack/dlpack.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
+#include <string>
 #include <utility>
 
 #include "base/check.h"
 #include "base/float_environment.h"
 #include "kernels/kv_quantise.h"
 #include "quire/rope.h"
-#include "quire/seams.h"
 
 namespace quire {
 namespace {
@@ -128,7 +129,8 @@ MovedPiece::MovedPiece(const AttentionKVCacheOptions& options, int64_t first_pos
     : options_(options),
       first_position_(first_position),
       long_factors_(long_factors),
-      kinds_(static_cast<size_t>(row_count), kRowInvalid) {
+      kinds_(static_cast<size_t>(row_count), kRowInvalid),
+      reached_(options.layers.size()) {
   int64_t bytes = kPlaneAlignment;
   for (const AttentionLayerSpec& layer : options.layers) bytes += LayerBytes(layer, row_count);
   memory_.reset(new std::byte[static_cast<size_t>(bytes)]);  // not cleared: rows are marked
@@ -178,12 +180,15 @@ Status MovedPiece::Take(AttentionKVCache& cache, const Part& part) {
     }
     QUIRE_RETURN_IF_ERROR(status);
   }
-  const int64_t to = first_position_ + part.rows.begin;
-  if (to != part.from || part.long_factors != long_factors_) {
-    for (int64_t layer = 0; layer < layer_count; ++layer) {
-      QUIRE_RETURN_IF_ERROR(MoveKeys(layer, part));
-    }
+  for (int64_t layer = 0; layer < layer_count && IsMoved(part); ++layer) {
+    QUIRE_RETURN_IF_ERROR(MoveKeys(layer, part));
   }
+  Count(part);
+  return {};
+}
+
+// REQUIRES: parts_ has room.
+void MovedPiece::Count(const Part& part) noexcept {
   std::fill(kinds_.begin() + part.rows.begin, kinds_.begin() + part.rows.end, kRowMoved);
   parts_.push_back(part.rows);
   moved_count_ += part.rows.count();
@@ -191,7 +196,59 @@ Status MovedPiece::Take(AttentionKVCache& cache, const Part& part) {
     moved_bytes_ += part.rows.count() * (planes.k.row_bytes + planes.v.row_bytes +
                                          planes.k_scale.row_bytes + planes.v_scale.row_bytes);
   }
+}
+
+void MovedPiece::Expect(const Coming& coming) {
+  const Part& part = coming.part;
+  QUIRE_CHECK(part.rows.begin >= 0 && part.rows.end <= row_count() && part.rows.count() > 0);
+  QUIRE_CHECK(parts_.empty() || parts_.back().end <= part.rows.begin);
+  QUIRE_CHECK(part.from >= coming.source_begin) << "rows that the source does not give";
+  parts_.reserve(parts_.size() + 1);
+  coming_.push_back(coming);
+  Count(part);
+}
+
+Status MovedPiece::Reach(int64_t layer) {
+  if (reached_[static_cast<size_t>(layer)]) return {};
+  for (const Coming& coming : coming_) {
+    QUIRE_ASSIGN_OR_RETURN(const std::span<const LayerKV> blocks, coming.source->Load(layer));
+    const int64_t begin_ns = coming.clock->SteadyNs();
+    QUIRE_RETURN_IF_ERROR(Copy(layer, coming, blocks));
+    if (IsMoved(coming.part)) QUIRE_RETURN_IF_ERROR(MoveKeys(layer, coming.part));
+    reach_ns_ += coming.clock->SteadyNs() - begin_ns;
+  }
+  reached_[static_cast<size_t>(layer)] = true;
   return {};
+}
+
+Status MovedPiece::Copy(int64_t layer, const Coming& coming, std::span<const LayerKV> blocks) {
+  const Part& part = coming.part;
+  const LayerPlanes& planes = planes_[static_cast<size_t>(layer)];
+  const int64_t end = part.from + part.rows.count();
+  int64_t position = coming.source_begin;
+  int64_t copied = 0;
+  for (const LayerKV& block : blocks) {
+    const int64_t begin = std::exchange(position, position + block.k.dim(0));
+    const int64_t first = std::max(begin, part.from);
+    const int64_t count = std::min(position, end) - first;
+    if (count <= 0) continue;
+    const int64_t row = part.rows.begin + first - part.from;
+    const auto copy = [&](const Plane& plane, const TensorView& from) {
+      if (plane.row_bytes == 0) return;
+      const auto* bytes = static_cast<const std::byte*>(from.data());
+      std::memcpy(plane.data + row * plane.row_bytes, bytes + (first - begin) * plane.row_bytes,
+                  static_cast<size_t>(count * plane.row_bytes));
+    };
+    copy(planes.k, block.k);
+    copy(planes.v, block.v);
+    copy(planes.k_scale, block.k_scale);
+    copy(planes.v_scale, block.v_scale);
+    copied += count;
+  }
+  if (copied == part.rows.count()) return {};
+  return Status(StatusCode::kIncompatible, "blend: layer " + std::to_string(layer) + " has " +
+                                               std::to_string(copied) + " of a document's " +
+                                               std::to_string(part.rows.count()) + " tokens");
 }
 
 Status MovedPiece::MoveKeys(int64_t layer, const Part& part) {
@@ -225,6 +282,7 @@ Status MovedPiece::MoveQuantised(int64_t layer, const Part& part, const KeyMoves
 }
 
 Result<std::span<const MovedRows>> MovedPiece::Load(int64_t layer) {
+  QUIRE_RETURN_IF_ERROR(Reach(layer));
   moved_.clear();
   for (const TokenRange& rows : parts_) moved_.push_back({rows, RowsOf(layer, rows)});
   return std::span<const MovedRows>(moved_);

@@ -1,5 +1,7 @@
-// KV of documents for one piece of a prompt: read out of pages before the forward begins, keys
-// rotated to where they will stand. So nothing of it can fail or be late once rows were selected.
+// KV of documents for one piece of a prompt, keys rotated to where they will stand: read out of
+// pages before the forward begins, or layer by layer while it runs, where a document is still on
+// its way. Each row comes in all layers that need it, or the forward fails: what was selected stays
+// right.
 #ifndef QUIRE_ENGINE_BLENDING_MOVED_ROWS_H_
 #define QUIRE_ENGINE_BLENDING_MOVED_ROWS_H_
 
@@ -11,6 +13,7 @@
 
 #include "quire/attention_kv_cache.h"
 #include "quire/blend.h"
+#include "quire/seams.h"
 #include "quire/status.h"
 
 namespace quire {
@@ -40,6 +43,20 @@ class MovedPiece final : public MovedSource {
   // Reads and moves the rows in all layers. NotFound if a layer does not hold them any more; after
   // an error none of them counts. REQUIRES: no forward is open, parts ascend.
   Status Take(AttentionKVCache& cache, const Part& part);
+  // Rows whose layers come while the forward runs.
+  struct Coming {
+    Part part;                      // without seq_id: `from` is a position of the source's tokens
+    LayerSource* source = nullptr;  // gives tokens from source_begin on; outlives this
+    int64_t source_begin = 0;
+    const Clock* clock = nullptr;
+  };
+  // They are moved as the forward comes to each layer. std::bad_alloc changes nothing. REQUIRES:
+  // no forward is open, parts ascend.
+  void Expect(const Coming& coming);
+  // Waits until the layer's rows are there, and moves them. What a source fails with; Incompatible
+  // if it does not give all rows.
+  Status Reach(int64_t layer);
+  int64_t reach_ns() const { return reach_ns_; }  // that moving took in Reach, without waiting
 
   int64_t row_count() const { return static_cast<int64_t>(kinds_.size()); }
   const AttentionLayerSpec& layer(int64_t layer) const {
@@ -51,7 +68,8 @@ class MovedPiece final : public MovedSource {
 
   Result<std::span<const MovedRows>> Load(int64_t layer) override;
   // The layer's rows as numbers, [row_count, heads, dim]; undefined where kinds() says invalid. The
-  // values of latent layers are the first part of their keys. Valid until the next call.
+  // values of latent layers are the first part of their keys. Valid until the next call. REQUIRES:
+  // the layer was reached.
   KVRows CachedRows(int64_t layer);
 
  private:
@@ -64,6 +82,11 @@ class MovedPiece final : public MovedSource {
   };
 
   LayerKV RowsOf(int64_t layer, const TokenRange& rows) const;
+  bool IsMoved(const Part& part) const {
+    return first_position_ + part.rows.begin != part.from || part.long_factors != long_factors_;
+  }
+  void Count(const Part& part) noexcept;
+  Status Copy(int64_t layer, const Coming& coming, std::span<const LayerKV> blocks);
   TensorView Numbers(int64_t layer, TensorView LayerKV::*codes, TensorView LayerKV::*scales,
                      std::vector<float>* floats) const;
   Status MoveKeys(int64_t layer, const Part& part);
@@ -77,6 +100,9 @@ class MovedPiece final : public MovedSource {
   std::vector<LayerPlanes> planes_;
   std::vector<uint8_t> kinds_;
   std::vector<TokenRange> parts_;
+  std::vector<Coming> coming_;
+  std::vector<bool> reached_;  // [layer]
+  int64_t reach_ns_ = 0;
   std::vector<MovedRows> moved_;  // of the layer that was asked for last
   std::vector<float> k_floats_;   // numbers of quantised and latent layers
   std::vector<float> v_floats_;

@@ -1,5 +1,6 @@
 // Rows of a document out of pages: keys stand where the reference rotation puts them, values and
-// unmoved keys keep their bits, and what is not held is not there.
+// unmoved keys keep their bits, and what is not held is not there. Rows that come layer by layer
+// are the same.
 #include "engine/blending/moved_rows.h"
 
 #include <gtest/gtest.h>
@@ -10,6 +11,7 @@
 
 #include "base/random.h"
 #include "kernels/kv_quantise.h"
+#include "quire/seams.h"
 
 namespace quire {
 namespace {
@@ -179,6 +181,114 @@ TEST(MovedPiece, WhatIsNotHeldIsNotThere) {
   // Another part is.
   ASSERT_TRUE(piece.Take(*written.cache, {.rows = {20, 30}, .seq_id = 0, .from = 30}).ok());
   EXPECT_EQ(piece.moved_count(), 10);
+}
+
+// Tokens [0, 40) of the sequence in blocks of 16, as chunks are, one layer at a time.
+class Blocks final : public LayerSource {
+ public:
+  explicit Blocks(AttentionKVCache* cache) : cache_(*cache) {}
+  Result<std::span<const LayerKV>> Load(int64_t layer) override {
+    asked.push_back(layer);
+    if (layer == fails) return Status(StatusCode::kTimeout, "injected");
+    blocks_.clear();
+    memory_.clear();
+    const AttentionLayerSpec& spec = cache_.options().layers[static_cast<size_t>(layer)];
+    for (int64_t begin = 0; begin < kTokens; begin += 16) {
+      const int64_t n = std::min<int64_t>(16, kTokens - begin);
+      const auto take = [&](DType dtype, std::vector<int64_t> shape) {
+        int64_t bytes = DTypeBytes(dtype);
+        for (const int64_t dim : shape) bytes *= dim;
+        memory_.emplace_back(static_cast<size_t>(bytes));
+        return TensorView(memory_.back().data(), dtype, shape);
+      };
+      LayerKV& block = blocks_.emplace_back();
+      block.k = take(spec.dtype, {n, kHeads, kDim});
+      block.v = take(spec.dtype, {n, kHeads, kDim});
+      if (IsQuantised(spec.dtype)) {
+        block.k_scale = take(DType::kF32, {n, kHeads});
+        block.v_scale = take(DType::kF32, {n, kHeads});
+      }
+      EXPECT_TRUE(cache_.ExportKV(0, layer, begin, block).ok());
+    }
+    return std::span<const LayerKV>(blocks_);
+  }
+
+  std::vector<int64_t> asked;
+  int64_t fails = -1;
+
+ private:
+  AttentionKVCache& cache_;
+  std::vector<LayerKV> blocks_;
+  std::vector<std::vector<std::byte>> memory_;
+};
+
+void ExpectSameBytes(const TensorView& a, const TensorView& b) {
+  ASSERT_EQ(a.rank(), b.rank());
+  if (a.rank() == 0) return;
+  ASSERT_EQ(a.element_count(), b.element_count());
+  EXPECT_EQ(std::memcmp(a.data(), b.data(),
+                        static_cast<size_t>(a.element_count() * DTypeBytes(a.dtype()))),
+            0);
+}
+
+TEST(MovedPiece, WhatComesLayerByLayerIsWhatPagesGive) {
+  const std::shared_ptr<Clock> clock = MachineTime();
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kI8, DType::kF8E4M3}) {
+    SCOPED_TRACE(std::string(DTypeName(dtype)));
+    Written written = Write({.dtype = dtype}, RopeMode::kNormal);
+    MovedPiece want(written.cache->options(), 100, 50, false);
+    // The second part begins and ends inside blocks.
+    const MovedPiece::Part parts[] = {{.rows = {0, 4}, .seq_id = 0, .from = 0},
+                                      {.rows = {5, 40}, .seq_id = 0, .from = 3}};
+    for (const auto& part : parts) ASSERT_TRUE(want.Take(*written.cache, part).ok());
+    Blocks source(written.cache.get());
+    MovedPiece piece(written.cache->options(), 100, 50, false);
+    ASSERT_TRUE(piece.Take(*written.cache, parts[0]).ok());
+    piece.Expect({.part = parts[1], .source = &source, .source_begin = 0, .clock = clock.get()});
+    EXPECT_EQ(source.asked, std::vector<int64_t>{}) << "nothing is waited for before its time";
+    EXPECT_EQ(piece.moved_count(), want.moved_count());
+    EXPECT_EQ(piece.moved_bytes(), want.moved_bytes());
+    EXPECT_TRUE(std::equal(piece.kinds().begin(), piece.kinds().end(), want.kinds().begin()));
+    for (int64_t layer = 0; layer < 2; ++layer) {
+      const auto moved = piece.Load(layer);
+      const auto other = want.Load(layer);
+      ASSERT_TRUE(moved.ok() && other.ok());
+      ASSERT_EQ(moved->size(), 2U);
+      for (size_t i = 0; i < 2; ++i) {
+        EXPECT_EQ((*moved)[i].rows, (*other)[i].rows);
+        ExpectSameBytes((*moved)[i].kv.k, (*other)[i].kv.k);
+        ExpectSameBytes((*moved)[i].kv.v, (*other)[i].kv.v);
+        ExpectSameBytes((*moved)[i].kv.k_scale, (*other)[i].kv.k_scale);
+        ExpectSameBytes((*moved)[i].kv.v_scale, (*other)[i].kv.v_scale);
+      }
+      ASSERT_TRUE(piece.Reach(layer).ok());
+    }
+    EXPECT_EQ(source.asked, (std::vector<int64_t>{0, 1})) << "each layer once";
+  }
+}
+
+TEST(MovedPiece, ALayerThatDoesNotComeIsAnError) {
+  const std::shared_ptr<Clock> clock = MachineTime();
+  Written written = Write({.dtype = DType::kF32}, RopeMode::kNormal);
+  Blocks source(written.cache.get());
+  source.fails = 1;
+  MovedPiece piece(written.cache->options(), 100, 20, false);
+  piece.Expect({.part = {.rows = {0, 20}, .seq_id = 0, .from = 5},
+                .source = &source,
+                .source_begin = 0,
+                .clock = clock.get()});
+  EXPECT_TRUE(piece.Load(0).ok());
+  EXPECT_EQ(piece.Reach(1).code(), StatusCode::kTimeout);
+  EXPECT_EQ(piece.Load(1).status().code(), StatusCode::kTimeout);
+  source.fails = -1;
+  EXPECT_TRUE(piece.Load(1).ok()) << "nothing was kept of the failure";
+  // A source with fewer tokens than the part.
+  MovedPiece longer(written.cache->options(), 100, 20, false);
+  longer.Expect({.part = {.rows = {0, 20}, .seq_id = 0, .from = 30},
+                 .source = &source,
+                 .source_begin = 0,
+                 .clock = clock.get()});
+  EXPECT_EQ(longer.Load(0).status().code(), StatusCode::kIncompatible);
 }
 
 }  // namespace

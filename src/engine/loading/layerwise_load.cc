@@ -51,14 +51,19 @@ Result<TensorView> LayerwiseLoad::LoadState(int64_t layer) {
 
 Status LayerwiseLoad::WaitLayer(int64_t layer) {
   QUIRE_RETURN_IF_ERROR(load_->WaitLayer(layer));
-  if (!views_.empty()) return {};
-  std::vector<ChunkView> views;
+  return Open([this](const PrefixLoad::Chunk& chunk) { return TokensOf(chunk) > 0; }, &views_);
+}
+
+template <typename F>
+Status LayerwiseLoad::Open(F&& wanted, std::vector<ChunkView>* views) const {
+  if (!views->empty()) return {};
+  std::vector<ChunkView> opened;
   for (const PrefixLoad::Chunk& chunk : load_->chunks()) {
-    if (TokensOf(chunk) == 0) continue;
+    if (!wanted(chunk)) continue;
     QUIRE_ASSIGN_OR_RETURN(ChunkView view, link_->Open(space_, load_->tokens(), chunk));
-    views.push_back(std::move(view));
+    opened.push_back(std::move(view));
   }
-  views_ = std::move(views);
+  *views = std::move(opened);
   return {};
 }
 
@@ -71,6 +76,26 @@ Status LayerwiseLoad::LoadBlocks(int64_t layer) {
     QUIRE_CHECK(next < views_.size()) << "chunks were found after the first layer";
     QUIRE_ASSIGN_OR_RETURN(const LayerKV kv,
                            link_->LayerOf(views_[next++], layer, chunk.begin, end_));
+    if (kv.k.rank() > 0) blocks_.push_back(kv);
+  }
+  return {};
+}
+
+// What fails here fails the load, as if the sequence that takes it had asked.
+Result<std::span<const LayerKV>> LayerwiseLoad::Whole::Load(int64_t layer) {
+  QUIRE_RETURN_IF_ERROR(load_.Take([&] { return LoadBlocks(layer); }));
+  return std::span<const LayerKV>(blocks_);
+}
+
+Status LayerwiseLoad::Whole::LoadBlocks(int64_t layer) {
+  PrefixLoad& load = load_.load();
+  QUIRE_RETURN_IF_ERROR(load.WaitLayer(layer));
+  QUIRE_RETURN_IF_ERROR(load_.Open([](const PrefixLoad::Chunk&) { return true; }, &views_));
+  blocks_.clear();
+  for (size_t i = 0; i < views_.size(); ++i) {
+    QUIRE_ASSIGN_OR_RETURN(
+        const LayerKV kv,
+        load_.link_->LayerOf(views_[i], layer, load.chunks()[i].begin, load.end()));
     if (kv.k.rank() > 0) blocks_.push_back(kv);
   }
   return {};

@@ -21,6 +21,8 @@ class LayerwiseLoad final : public LayerSource {
   // beyond; `begin` is the begin of one of them. `link` outlives this.
   LayerwiseLoad(StoreLink* link, const PrefixSpace& space, std::unique_ptr<PrefixLoad> load,
                 int64_t begin, int64_t end);
+  LayerwiseLoad(const LayerwiseLoad&) = delete;
+  LayerwiseLoad& operator=(const LayerwiseLoad&) = delete;
 
   int64_t begin() const { return begin_; }
   int64_t end() const { return end_; }
@@ -36,6 +38,9 @@ class LayerwiseLoad final : public LayerSource {
   void StartForward() { waited_ns_ = overlap_ns_ = 0, any_taken_ = false; }
   Result<std::span<const LayerKV>> Load(int64_t layer) override;
   Result<TensorView> LoadState(int64_t layer) override;
+  // The same layers with all tokens of the load's chunks, [load().begin(), load().end()), for
+  // another sequence of the forward.
+  LayerSource& whole() { return whole_; }
 
   // ---- Of the forward that took its layers last.
   int64_t waited_ns() const { return waited_ns_; }  // in Load
@@ -44,12 +49,28 @@ class LayerwiseLoad final : public LayerSource {
   int64_t last_ns() const { return last_ns_; }  // when the last layer was there
 
  private:
+  class Whole final : public LayerSource {
+   public:
+    explicit Whole(LayerwiseLoad* load) : load_(*load) {}
+    Result<std::span<const LayerKV>> Load(int64_t layer) override;
+
+   private:
+    Status LoadBlocks(int64_t layer);
+
+    LayerwiseLoad& load_;
+    std::vector<ChunkView> views_;  // of all chunks, once a layer was asked for
+    std::vector<LayerKV> blocks_;   // of the layer that was asked for last
+  };
+
   // Measures it.
   template <typename F>
   Status Take(F&& load);
   // Waits for the chunks' layer.
   Status WaitLayer(int64_t layer);
   Status LoadBlocks(int64_t layer);
+  // Views of those of the load's chunks that are `wanted`.
+  template <typename F>
+  Status Open(F&& wanted, std::vector<ChunkView>* views) const;
 
   StoreLink* link_;
   PrefixSpace space_;
@@ -59,6 +80,7 @@ class LayerwiseLoad final : public LayerSource {
   std::vector<ChunkView> views_;  // of the chunks that bring tokens, once a layer was asked for
   std::vector<LayerKV> blocks_;   // of the layer that was asked for last
   TensorView state_;              // of the recurrent layer that was asked for last
+  Whole whole_{this};
   StatusCode failure_ = StatusCode::kOk;
   bool any_taken_ = false;
   int64_t waited_ns_ = 0;

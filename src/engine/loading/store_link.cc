@@ -131,23 +131,34 @@ FetchRequest StoreLink::RequestOf(const KeySpace& keys, std::span<const int32_t>
           .compute_seconds_per_token = options_.load_always ? 0 : compute_seconds_per_token};
 }
 
-Result<std::unique_ptr<PrefixLoad>> StoreLink::StartLoad(const PrefixSpace& space,
-                                                         std::span<const int32_t> tokens,
-                                                         int64_t held, bool tail,
-                                                         double compute_seconds_per_token) {
-  const KeySpace keys(KindOf(space).fingerprint, space.salt);
-  FetchRequest request = RequestOf(keys, tokens, held, tail, compute_seconds_per_token);
-  QUIRE_ASSIGN_OR_RETURN(std::vector<ChunkKey> chain,
-                         keys.Chain(request.tokens, chunk_tokens_, request.tail));
-  QUIRE_DCHECK(request.first_chunk <= std::ssize(chain)) << "all of it is held";
-  chain.erase(chain.begin(), chain.begin() + request.first_chunk);
+Result<std::vector<std::unique_ptr<PrefixLoad>>> StoreLink::StartLoads(
+    std::span<const Wish> wishes, double compute_seconds_per_token) {
+  std::vector<KeySpace> keys;
+  keys.reserve(wishes.size());  // requests point there
+  std::vector<FetchRequest> requests;
+  std::vector<std::vector<ChunkKey>> chains;
   const int64_t start_ns = clock_->SteadyNs();
-  request.deadline_ns = start_ns + options_.load_timeout_ms * kNsPerMs;
-  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<ChunkFetch> fetch, store_->Fetch(request));
-  return std::make_unique<PrefixLoad>(
-      std::move(fetch), std::move(chain),
-      std::vector<int32_t>(request.tokens.begin(), request.tokens.end()), chunk_tokens_,
-      request.first_chunk, start_ns, request.deadline_ns);
+  for (const Wish& wish : wishes) {
+    keys.emplace_back(KindOf(*wish.space).fingerprint, wish.space->salt);
+    FetchRequest& request = requests.emplace_back(
+        RequestOf(keys.back(), wish.tokens, wish.held, wish.tail, compute_seconds_per_token));
+    request.deadline_ns = start_ns + options_.load_timeout_ms * kNsPerMs;
+    QUIRE_ASSIGN_OR_RETURN(std::vector<ChunkKey> chain,
+                           keys.back().Chain(request.tokens, chunk_tokens_, request.tail));
+    QUIRE_DCHECK(request.first_chunk <= std::ssize(chain)) << "all of it is held";
+    chain.erase(chain.begin(), chain.begin() + request.first_chunk);
+    chains.push_back(std::move(chain));
+  }
+  QUIRE_ASSIGN_OR_RETURN(auto fetches, store_->FetchAll(requests));
+  std::vector<std::unique_ptr<PrefixLoad>> loads;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const FetchRequest& request = requests[i];
+    loads.push_back(std::make_unique<PrefixLoad>(
+        std::move(fetches[i]), std::move(chains[i]),
+        std::vector<int32_t>(request.tokens.begin(), request.tokens.end()), chunk_tokens_,
+        request.first_chunk, start_ns, request.deadline_ns));
+  }
+  return loads;
 }
 
 std::shared_ptr<ChunkFetch> StoreLink::Prefetch(const PrefixSpace& space,

@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "engine/loading/prefix_load.h"
 #include "engine/prefix/prefix_cache.h"
@@ -61,11 +62,18 @@ class StoreLink {
   // Whether `length` tokens have chunks worth asking for behind the first `held` ones. `tail`: the
   // last one may be shorter.
   bool HasMore(int64_t length, int64_t held, bool tail) const;
-  // Asks for them. REQUIRES: HasMore.
-  Result<std::unique_ptr<PrefixLoad>> StartLoad(const PrefixSpace& space,
-                                                std::span<const int32_t> tokens, int64_t held,
-                                                bool tail, double compute_seconds_per_token);
-  // Brings the same chunks into the store's RAM, for a StartLoad to come. Null if the store has no
+  // What is asked for a request.
+  struct Wish {
+    const PrefixSpace* space = nullptr;
+    std::span<const int32_t> tokens = {};
+    int64_t held = 0;
+    bool tail = false;
+  };
+  // Asks for all of them in one call of the store; an error begins none. [i]: of wishes[i].
+  // REQUIRES: HasMore.
+  Result<std::vector<std::unique_ptr<PrefixLoad>>> StartLoads(std::span<const Wish> wishes,
+                                                              double compute_seconds_per_token);
+  // Brings the same chunks into the store's RAM, for a load to come. Null if the store has no
   // RAM tier or refuses. Destroying the fetch cancels what is not there yet. REQUIRES: HasMore.
   std::shared_ptr<ChunkFetch> Prefetch(const PrefixSpace& space, std::span<const int32_t> tokens,
                                        int64_t held, bool tail,
@@ -114,7 +122,7 @@ class StoreLink {
   // Where the last of the chunks of `length` tokens ends.
   int64_t ChunksEnd(int64_t length, bool tail) const;
   Status AddKind(const Passport& identity, bool long_rope);
-  // What StartLoad asks for, without a deadline. `keys` and `tokens` outlive it.
+  // What a load asks for, without a deadline. `keys` and `tokens` outlive it.
   FetchRequest RequestOf(const KeySpace& keys, std::span<const int32_t> tokens, int64_t held,
                          bool tail, double compute_seconds_per_token) const;
   const KeyKind& KindOf(const PrefixSpace& space) const { return kinds_[space.long_rope ? 1 : 0]; }

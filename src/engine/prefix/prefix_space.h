@@ -3,6 +3,7 @@
 #define QUIRE_ENGINE_PREFIX_PREFIX_SPACE_H_
 
 #include <compare>
+#include <cstdint>
 #include <string>
 
 namespace quire {
@@ -15,6 +16,9 @@ struct PrefixSpace {
   std::string salt = {};
   bool long_rope = false;
   std::string recipe = {};  // BlendRecipe; empty: exact
+  // The request that alone may reuse what is approximate: its blend is not what the recipe gives.
+  int64_t only_request = kAnybody;
+  static constexpr int64_t kAnybody = -1;
   auto operator<=>(const PrefixSpace&) const = default;
 
   bool is_exact() const { return recipe.empty(); }

@@ -72,6 +72,11 @@ struct Request {
   // Whether anybody is told of its tokens and its end.
   bool has_outputs() const { return learns_for == kNobody && job == nullptr; }
   bool has_window() const { return options.window != 0; }
+  // In work, and its layers bring all that the prompt moves of the document that it learns.
+  bool brings_document() const {
+    return layers != nullptr && !comes_whole && layers->load().begin() <= document_begin &&
+           layers->load().end() == prompt_tokens;
+  }
   bool has_window_of(const Request& other) const {
     return options.window == other.options.window && options.sinks == other.options.sinks;
   }
@@ -82,6 +87,11 @@ struct Request {
     return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
   }
   RequestTimes TimesAt(int64_t now_ns) const noexcept;
+  // Its leader begins, for the first time or again, behind what was found of it.
+  void NoteFound() noexcept;
+  // Its blend is not the one of its recipe: nobody else goes on from it, as nobody could tell what
+  // it lacks.
+  void KeepBlendForItself() noexcept { space.only_request = id; }
   void NoteStep(int64_t step) noexcept;
   // Brings the sample's filter, if the request has one, to the end of the answer.
   Status AlignFilter(Sample* sample) const;
@@ -104,8 +114,14 @@ struct Request {
   int64_t learned_tokens = 0;
   int64_t learns_for = kNobody;  // of such a request: nobody is told of its end
   static constexpr int64_t kNobody = -1;
-  bool is_idle = false;                 // such a request that comes in when no other one is there
-  int64_t exact_start = kExactForever;  // what `cached` counts is exact up to here
+  bool is_idle = false;  // such a request that comes in when no other one is there
+  // Of such a request: its tokens before the document, all of them for the prompt's own beginning;
+  // and whether the document cannot be moved before it is there in all layers.
+  int64_t document_begin = 0;
+  bool comes_whole = false;
+  // What `cached` counts is exact up to here; and was found up to here each time that the leader
+  // began again: what is behind was computed, or moved, by this request.
+  int64_t exact_start = kExactForever, found_again = kExactForever;
   Speculation speculation;
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;  // as in StepOutput
   // While it waits: what the chunk store has of it, under way or there. Null before it was asked,

@@ -55,14 +55,20 @@ void RequestQueue::Add(std::unique_ptr<Request> request) {
   last = turn;
 }
 
+bool RequestQueue::WaitsForDocuments(const Request& request) const {
+  const std::vector<int64_t>& learners = request.learners;
+  return std::any_of(learners.begin(), learners.end(), [this](int64_t id) {
+    const Request* const learner = Find(id);
+    return learner != nullptr && !learner->brings_document();
+  });
+}
+
 Request* RequestQueue::NextToAdmit(size_t count) const {
   const bool all_idle = running_.empty() && waiting_in_turn() == 0;
   for (const auto& request : waiting_) {
     if (count == 0) return nullptr;
     if (request->is_idle && !all_idle) continue;
-    const std::vector<int64_t>& learners = request->learners;
-    const auto is_there = [this](int64_t id) { return Find(id) != nullptr; };
-    if (std::any_of(learners.begin(), learners.end(), is_there)) continue;
+    if (WaitsForDocuments(*request)) continue;
     if (!request->held_back) return request.get();
     --count;
   }

@@ -39,6 +39,9 @@ class RequestQueue {
   int64_t waiting_in_turn() const;
 
   void Add(std::unique_ptr<Request> request);
+  // Whether a document is still to be learnt for the request that does not come layer by layer with
+  // a request in work, for both to be in one forward.
+  bool WaitsForDocuments(const Request& request) const;
   // The first of the first `count` that wait which is not held back; null if there is none. Those
   // that wait for documents to be learnt let others pass.
   Request* NextToAdmit(size_t count) const;

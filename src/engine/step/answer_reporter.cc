@@ -14,10 +14,11 @@ namespace {
 BlendUsage BlendUsageOf(const Request& request) noexcept {
   BlendUsage usage = request.blend->Usage();
   usage.approximate = request.approximate;
-  usage.exact_tokens = std::min(request.cached.total(), request.exact_start);
-  usage.kept_tokens = request.cached.total() - usage.exact_tokens;
+  const int64_t found = std::min(request.cached.total(), request.found_again);
+  usage.exact_tokens = std::min(found, request.exact_start);
+  usage.kept_tokens = found - usage.exact_tokens;
   usage.learned_tokens = request.learned_tokens;
-  usage.computed_tokens = request.prompt_tokens - request.cached.total() - usage.moved_tokens;
+  usage.computed_tokens = request.prompt_tokens - found - usage.moved_tokens;
   return usage;
 }
 

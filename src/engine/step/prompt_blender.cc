@@ -12,8 +12,10 @@ namespace {
 // Fewer tokens are computed along with any step; to move them costs more than it saves.
 constexpr int64_t kMovedTokensMin = 16;
 
+constexpr int64_t kNoWindow = std::numeric_limits<int64_t>::max();
+
 int64_t SmallestWindow(std::span<const AttentionLayerSpec> layers) {
-  int64_t window = std::numeric_limits<int64_t>::max();
+  int64_t window = kNoWindow;
   for (const AttentionLayerSpec& layer : layers) {
     if (layer.window > 0) window = std::min(window, layer.window);
   }
@@ -38,12 +40,24 @@ void PromptBlender::Plan(Request* request, std::span<const int32_t> prompt) {
   }
 }
 
+// The request that brings all of a document layer by layer; null if there is none.
+Request* PromptBlender::BringerOf(const Request& request, std::span<const int32_t> chain) const {
+  for (const int64_t id : request.learners) {
+    Request* const learner = parts_.requests->Find(id);
+    if (learner == nullptr || !learner->brings_document()) continue;
+    if (std::ranges::equal(learner->prompt_of(learner->samples.front()), chain)) return learner;
+  }
+  return nullptr;
+}
+
 // What is known of the movable documents in the piece. A document is known as far as a sequence
-// with its anchor goes; where layers have windows, what they still see at its end.
-std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& request,
-                                                           const BlendPiece& piece) {
-  std::vector<MovedPiece::Part> parts;
-  if (request.restarted) return parts;
+// with its anchor goes; where layers have windows, what they still see at its end. One that comes
+// with the forward is known as a whole, as it will be behind the forward.
+PromptBlender::FoundRows PromptBlender::FindDocuments(const Request& request,
+                                                      const BlendPiece& piece) {
+  FoundRows found;
+  std::vector<DocumentRows>& parts = found.parts;
+  if (request.restarted) return {.parts = {}, .has_all = false};
   const auto prompt = request.prompt_of(request.samples.front());
   const int64_t window = SmallestWindow(parts_.state.attention()->options().layers);
   const std::span<const PromptDocument> movable = request.blend->movable();
@@ -59,7 +73,16 @@ std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& reques
       const PrefixMatch other = parts_.finder->FindExact(chain.tokens, space);
       if (other.length > match.length) match = other, long_factors = space.long_rope;
     }
+    LayerwiseLoad* layers = nullptr;
+    if (match.length < std::ssize(chain.tokens)) {
+      if (const Request* const learner = BringerOf(request, chain.tokens)) {
+        layers = learner->layers.get();
+        match = {.length = std::ssize(chain.tokens)};
+        long_factors = learner->space.long_rope;
+      }
+    }
     parts_.prefix_cache->Touch(match.sequence_id);
+    found.has_all &= match.length == std::ssize(chain.tokens);
     const int64_t held = window > match.length ? 0 : match.length - (window - 1);
     const int64_t known_begin = document.begin + std::max<int64_t>(0, held - chain.anchor_tokens);
     const int64_t known_end = document.begin + match.length - chain.anchor_tokens;
@@ -68,25 +91,28 @@ std::vector<MovedPiece::Part> PromptBlender::FindDocuments(const Request& reques
     if (begin >= end) continue;
     QUIRE_CHECK(end - document.begin + chain.anchor_tokens <= match.length)
         << "rows that are not known would be moved";
-    parts.push_back({.rows = {begin - piece.begin, end - piece.begin},
-                     .seq_id = match.sequence_id,
-                     .from = chain.anchor_tokens + begin - document.begin,
-                     .long_factors = long_factors});
+    parts.push_back({.part = {.rows = {begin - piece.begin, end - piece.begin},
+                              .seq_id = match.sequence_id,
+                              .from = chain.anchor_tokens + begin - document.begin,
+                              .long_factors = long_factors},
+                     .layers = layers});
   }
   int64_t tokens = 0;
-  for (const MovedPiece::Part& part : parts) tokens += part.rows.count();
+  for (const DocumentRows& rows : parts) tokens += rows.part.rows.count();
   if (tokens < kMovedTokensMin) parts.clear();
-  return parts;
+  return found;
 }
 
 void PromptBlender::Touch(const Request& request) {
   if (request.blend != nullptr) FindDocuments(request, {0, request.prompt_tokens});
 }
 
-std::optional<BlendPlan::Found> PromptBlender::PieceAt(const Request& request, int64_t length) {
+std::optional<BlendPlan::Found> PromptBlender::PieceAt(Request* request, int64_t length) {
   BlendPlan::Found found;
-  if (request.blend == nullptr || !request.blend->FindPiece(length, &found)) return {};
-  if (FindDocuments(request, found.rest).empty()) return {};
+  if (request->blend == nullptr || !request->blend->FindPiece(length, &found)) return {};
+  const FoundRows rows = FindDocuments(*request, found.rest);
+  if (!rows.has_all) request->KeepBlendForItself();
+  if (rows.parts.empty()) return {};
   return found;
 }
 
@@ -107,9 +133,14 @@ PrefixSpace PromptBlender::LearnerSpace(const Request& request,
 // are the prompt's own, which takes them from there.
 std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request& request) {
   std::vector<std::unique_ptr<Request>> learners;
+  const bool has_windows = SmallestWindow(model().layers) != kNoWindow;
+  // As a whole: with less of it the blend would be another one. A sequence in work that has windows
+  // goes on, and then cannot be forked at the document's end any more; what is retained stays.
   const auto knows = [&](std::span<const int32_t> chain) {
-    const PrefixMatch match = parts_.finder->FindExact(chain, LearnerSpace(request, chain));
-    return match.length >= std::ssize(chain) - 1;
+    const PrefixSpace space = LearnerSpace(request, chain);
+    const PrefixMatch match = has_windows ? parts_.prefix_cache->Find(chain, space)
+                                          : parts_.finder->FindExact(chain, space);
+    return match.length == std::ssize(chain);
   };
   const auto prompt = request.prompt_of(request.samples.front());
   const bool is_idle = request.blend->request().learn == DocumentLearning::kIdle;
@@ -137,6 +168,9 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
     learner->space = LearnerSpace(request, chain);
     learner->learns_for = request.id;
     learner->is_idle = waits_for_others;
+    learner->document_begin = document.is_own ? std::ssize(chain) : document.anchor_tokens;
+    // What a window hides at a document's end is not in its chunks.
+    learner->comes_whole = document.is_own || has_windows;
     learners.push_back(std::move(learner));
   }
   return learners;
@@ -176,9 +210,18 @@ Result<PromptBlender::OpenPieces> PromptBlender::Open(std::span<const Work> work
     AttentionKVCache& cache = *parts_.state.attention();
     auto rows = std::make_unique<MovedPiece>(cache.options(), range.begin, range.count(),
                                              work.request->space.long_rope);
-    for (const MovedPiece::Part& part : FindDocuments(*work.request, range)) {
-      const Status taken = rows->Take(cache, part);
+    const FoundRows found = FindDocuments(*work.request, range);
+    for (const DocumentRows& document : found.parts) {
+      if (LayerwiseLoad* const layers = document.layers) {
+        rows->Expect({.part = document.part,
+                      .source = &layers->whole(),
+                      .source_begin = layers->load().begin(),
+                      .clock = parts_.clock});
+        continue;
+      }
+      const Status taken = rows->Take(cache, document.part);
       if (!taken.ok() && taken.code() != StatusCode::kNotFound) return taken;
+      if (!taken.ok()) work.request->KeepBlendForItself();
     }
     if (rows->moved_count() == 0) continue;
     auto hook = std::make_unique<BlendHook>(
@@ -225,9 +268,14 @@ void PromptBlender::Commit(const OpenPieces& pieces) noexcept {
   for (const OpenPiece& piece : pieces) {
     Request& request = *piece.work.request;
     Sample& sample = *piece.work.sample;
-    const PieceCounts& counts = piece.hook->counts();
+    PieceCounts counts = piece.hook->counts();
+    counts.move_ns += piece.rows->reach_ns();
     QUIRE_CHECK(counts.recomputed <= counts.moved) << "request " << request.id;
     sample.approximate_from = std::min(sample.approximate_from, ExactEnd(sample, pieces));
+    // Behind a longer exact beginning it is another blend than behind the plan's own.
+    const bool is_exact = sample.approximate_from == kExactForever;
+    if (!is_exact && sample.approximate_from != request.blend->begin())
+      request.KeepBlendForItself();
     request.approximate |= counts.any_left();
     request.blend->NotePiece(piece.work.piece.index, counts);
     moved_tokens_ += counts.moved;

@@ -64,8 +64,8 @@ class PromptBlender {
   // The documents of the request, if it blends, are given up last if pages must be found.
   void Touch(const Request& request);
   // The piece in which the position is, if some of it can be moved; else it is computed like any
-  // other tokens.
-  std::optional<BlendPlan::Found> PieceAt(const Request& request, int64_t length);
+  // other tokens. The request keeps its blend for itself if a document is not known as a whole.
+  std::optional<BlendPlan::Found> PieceAt(Request* request, int64_t length);
 
   // Reads what is moved. What is not held any more is computed. REQUIRES: no forward is open.
   Result<OpenPieces> Open(std::span<const Work> works);
@@ -78,7 +78,17 @@ class PromptBlender {
   void Publish(EngineStats* stats) const noexcept;
 
  private:
-  std::vector<MovedPiece::Part> FindDocuments(const Request& request, const BlendPiece& piece);
+  // Rows of a piece, and what brings them if they are not in pages yet.
+  struct DocumentRows {
+    MovedPiece::Part part;
+    LayerwiseLoad* layers = nullptr;
+  };
+  struct FoundRows {
+    std::vector<DocumentRows> parts;
+    bool has_all = true;  // each document in the piece is known to its end
+  };
+  FoundRows FindDocuments(const Request& request, const BlendPiece& piece);
+  Request* BringerOf(const Request& request, std::span<const int32_t> chain) const;
   std::vector<std::unique_ptr<Request>> MakeLearners(const Request& request);
   PrefixSpace LearnerSpace(const Request& request, std::span<const int32_t> chain) const;
   const ModelInfo& model() const { return parts_.limits->model->info(); }

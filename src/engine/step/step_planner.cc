@@ -52,7 +52,7 @@ Result<StepBatch> StepPlanner::Plan(bool may_admit) {
          .pages_free = holders_.state.pages_free() - of_loads,
          .sequences_free = options_.max_num_sequences - holders_.requests.running_samples(),
          .pages_evictable_max = holders_.prefix_cache.page_count_max(),
-         .receiving = owners_.traffic.remote.receiving(),
+         .receiving = owners_.traffic.remote.receiving() + WaitingForDocuments(),
          .running = running,
          .head = may_admit ? ViewHead() : std::nullopt});
     switch (decision.kind) {
@@ -86,6 +86,14 @@ Result<StepBatch> StepPlanner::Plan(bool may_admit) {
   }
 }
 
+// Requests in work that were to be computed along with documents which did not come: these are
+// learnt first, by requests that came in before them.
+int64_t StepPlanner::WaitingForDocuments() const {
+  const RequestQueue& requests = holders_.requests;
+  return std::count_if(requests.running().begin(), requests.running().end(),
+                       [&](const auto& request) { return requests.WaitsForDocuments(*request); });
+}
+
 // Leaders without a sequence get one; the other samples are forked as soon as their leader has
 // computed the prompt.
 Status StepPlanner::GiveSequences() {
@@ -95,6 +103,7 @@ Status StepPlanner::GiveSequences() {
     if (!leader->has_sequence()) {
       QUIRE_RETURN_IF_ERROR(
           holders_.sequences.Give(*request, leader, holders_.finder.Find(*request, *leader)));
+      request->NoteFound();
     }
     if (request->job != nullptr) QUIRE_RETURN_IF_ERROR(owners_.traffic.prefill.Mark(request.get()));
     // Another sample leads now, and begins elsewhere or has another answer.
@@ -168,6 +177,7 @@ Result<std::vector<RunnableSample>> StepPlanner::ViewRunning(StepBatch* works) {
   std::vector<RunnableSample> view;
   std::map<int64_t, std::vector<size_t>> inside_pages;  // places in `view`, by length
   for (const auto& request : holders_.requests.running()) {
+    if (holders_.requests.WaitsForDocuments(*request)) continue;
     for (Sample& sample : request->samples) {
       if (sample.finished() || !sample.has_sequence()) continue;
       if (!owners_.traffic.CanRun(*request, sample)) continue;
@@ -175,7 +185,7 @@ Result<std::vector<RunnableSample>> StepPlanner::ViewRunning(StepBatch* works) {
       const int64_t length = layers == nullptr ? sample.computed : layers->end();
       if (layers == nullptr && length % options_.page_size != 0)
         inside_pages[length].push_back(view.size());
-      const std::optional<BlendPlan::Found> piece = owners_.blender.PieceAt(*request, length);
+      const std::optional<BlendPlan::Found> piece = owners_.blender.PieceAt(request.get(), length);
       const int64_t pending = PendingNow(*request, sample, length);
       view.push_back({.request_id = request->id,
                       .length = length,
@@ -229,8 +239,6 @@ Result<bool> StepPlanner::AdmitHead() {
     if (layers != nullptr) request.load = layers->TakeLoad();
     return given;
   }
-  if (!request.admitted_before) request.exact_start = request.leader()->approximate_from;
-  request.approximate |= request.leader()->approximate_from != kExactForever;
   request.layers = std::move(layers);
   owners_.traffic.store.ImportChunks(&request, start);
   if (!owners_.traffic.remote.Start(&request, owners_.traffic.store.compute_seconds_per_token())) {
@@ -238,6 +246,7 @@ Result<bool> StepPlanner::AdmitHead() {
     request.cached = {};
     return false;
   }
+  request.NoteFound();
   if (!request.admitted_before)
     request.prefix_miss = MissOf(request, exact, start.from, holders_.prefix_cache);
   owners_.traffic.store.NoteStart(&request, start.from.known);

@@ -22,6 +22,7 @@ class FakeChunkStore final : public ChunkStore {
   explicit FakeChunkStore(std::shared_ptr<FakeClock> clock) : clock_(std::move(clock)) {}
 
   // ---- The script.
+  int64_t call_ns = 0;   // until a call is answered, one call after another
   int64_t chunk_ns = 0;  // that each chunk of a fetch takes, one after another
   // > 0: instead, the layers of all chunks of a fetch come one after another, in this time each;
   // what has not come is garbage.
@@ -39,6 +40,7 @@ class FakeChunkStore final : public ChunkStore {
   double compute_seconds_per_token = -1;  // of the last fetch
 
   // ---- What happened.
+  int64_t calls = 0;    // that began fetches
   int64_t fetches = 0;  // prefetches too
   int64_t prefetches = 0;
   int64_t live_fetches = 0;
@@ -50,14 +52,10 @@ class FakeChunkStore final : public ChunkStore {
 
   class Fetched final : public ChunkFetch {
    public:
-    Fetched(FakeChunkStore* store, const FetchRequest& request)
-        : store_(store), layer_ns_(store->layer_ns) {
-      ++store_->fetches;
-      ++store_->live_fetches;
-      start_ns_ = store_->clock_->SteadyNs();
+    Fetched(FakeChunkStore* store, const FetchRequest& request, std::span<const ChunkKey> chain,
+            int64_t start_ns)
+        : store_(store), layer_ns_(store->layer_ns), start_ns_(start_ns) {
       deadline_ns_ = request.deadline_ns;
-      const std::vector<ChunkKey> chain =
-          request.keys->Chain(request.tokens, request.chunk_tokens, request.tail).value();
       wanted_ = static_cast<int64_t>(chain.size()) - request.first_chunk;
       for (size_t i = static_cast<size_t>(request.first_chunk); i < chain.size(); ++i) {
         const auto found = store_->chunks.find(chain[i]);
@@ -67,14 +65,16 @@ class FakeChunkStore final : public ChunkStore {
         chunks_.push_back(damaged ? Damaged(*found->second) : found->second);
         if (layer_ns_ > 0) arriving_.emplace_back(*chunks_.back());
       }
+      ++store_->fetches;
+      ++store_->live_fetches;  // nothing fails behind this
     }
     ~Fetched() override { --store_->live_fetches; }
 
     int64_t chunk_count() const override { return wanted_; }
-    bool located() const override { return true; }
+    bool located() const override { return Now() >= start_ns_; }
     int64_t found() const override { return static_cast<int64_t>(chunks_.size()); }
     int64_t ready() const override {
-      if (store_->hangs) return 0;
+      if (store_->hangs || !located()) return 0;
       const int64_t now_ns = std::min(Now(), deadline_ns_);
       if (layer_ns_ > 0)
         return LayersThere() == LayerCount() ? found() : std::min(found(), store_->whole_chunks);
@@ -83,7 +83,7 @@ class FakeChunkStore final : public ChunkStore {
     }
     bool done() const override {
       if (store_->hangs) return false;
-      return cancelled_ || ready() == found() || Now() >= deadline_ns_;
+      return cancelled_ || (located() && ready() == found()) || Now() >= deadline_ns_;
     }
     bool Wait(int64_t until_ns) override {
       if (!done()) {
@@ -152,7 +152,7 @@ class FakeChunkStore final : public ChunkStore {
     }
     int64_t LayerNs(int64_t layer) const { return start_ns_ + (layer + 1) * layer_ns_; }
     int64_t LayersThere() const {
-      if (layer_ns_ == 0) return 0;
+      if (layer_ns_ == 0 || !located()) return 0;
       return std::min(LayerCount(), (std::min(Now(), deadline_ns_) - start_ns_) / layer_ns_);
     }
     static std::shared_ptr<const StoredChunk> Damaged(const StoredChunk& sound) {
@@ -166,7 +166,7 @@ class FakeChunkStore final : public ChunkStore {
     FakeChunkStore* store_;
     const int64_t layer_ns_;
     std::vector<Arriving> arriving_;  // by layers
-    int64_t start_ns_ = 0;
+    const int64_t start_ns_;
     int64_t deadline_ns_ = 0;
     int64_t wanted_ = 0;
     bool cancelled_ = false;
@@ -185,10 +185,27 @@ class FakeChunkStore final : public ChunkStore {
     return passport.ToJson().status();
   }
   Result<std::shared_ptr<ChunkFetch>> Fetch(const FetchRequest& request) override {
-    compute_seconds_per_token = request.compute_seconds_per_token;
+    QUIRE_ASSIGN_OR_RETURN(const auto begun, FetchAll(std::span(&request, 1)));
+    return begun.front();
+  }
+  Result<std::vector<std::shared_ptr<ChunkFetch>>> FetchAll(
+      std::span<const FetchRequest> requests) override {
     QUIRE_RETURN_IF_ERROR(CheckOpen());
-    if (fetch_fault) QUIRE_RETURN_IF_ERROR(fetch_fault());
-    return std::shared_ptr<ChunkFetch>(std::make_shared<Fetched>(this, request));
+    std::vector<std::vector<ChunkKey>> chains;
+    for (const FetchRequest& request : requests) {
+      compute_seconds_per_token = request.compute_seconds_per_token;
+      if (fetch_fault) QUIRE_RETURN_IF_ERROR(fetch_fault());
+      QUIRE_ASSIGN_OR_RETURN(
+          chains.emplace_back(),
+          request.keys->Chain(request.tokens, request.chunk_tokens, request.tail));
+    }
+    ++calls;
+    answered_ns_ = std::max(answered_ns_, clock_->SteadyNs()) + call_ns;
+    std::vector<std::shared_ptr<ChunkFetch>> begun;
+    for (size_t i = 0; i < requests.size(); ++i) {
+      begun.push_back(std::make_shared<Fetched>(this, requests[i], chains[i], answered_ns_));
+    }
+    return begun;
   }
   int64_t KnownPrefix(const KeySpace&, std::span<const ChunkKey> chain) override {
     const auto missing = [&](const ChunkKey& key) { return !chunks.contains(key); };
@@ -266,6 +283,7 @@ class FakeChunkStore final : public ChunkStore {
   }
 
   std::shared_ptr<FakeClock> clock_;
+  int64_t answered_ns_ = 0;  // the last call
   bool closed_ = false;
 };
 

@@ -71,10 +71,14 @@ void SampleSequences::Retain(const Request& request, Sample* sample, bool kept) 
   const bool is_plain = !request.has_window() || state_.DropWindow(sequence_id);
   if (kept && is_plain) {
     try {
-      if (exact < computed) RetainExactBeginning(request, *sample, sequence_id, exact, stored);
-      return prefix_cache_.Retain(sequence_id,
-                                  {sample->tokens.begin(), sample->tokens.begin() + computed},
-                                  exact < computed ? request.space : request.space.exact(), stored);
+      const bool is_exact = exact == computed;
+      if (!is_exact) RetainExactBeginning(request, *sample, sequence_id, exact, stored);
+      const bool is_of_one = request.space.only_request != PrefixSpace::kAnybody;
+      if (is_exact || !is_of_one || !sample->finished()) {
+        return prefix_cache_.Retain(sequence_id,
+                                    {sample->tokens.begin(), sample->tokens.begin() + computed},
+                                    is_exact ? request.space.exact() : request.space, stored);
+      }
     } catch (const std::bad_alloc&) {  // then it is removed: retaining is a favour
     }
   }

@@ -24,6 +24,9 @@ constexpr int64_t kSpeedTokensMin = 16;
 // Weight of the newest step in the mean: the speed of the last ten or so.
 constexpr double kSpeedWeight = 0.2;
 
+// Whether the store is bringing what cannot be used yet.
+bool IsComing(const Request& request) { return request.load != nullptr && !request.load->usable(); }
+
 MissReason ReasonOf(StatusCode code) {
   if (code == StatusCode::kCorrupt) return MissReason::kCorrupt;
   if (code == StatusCode::kIncompatible) return MissReason::kIncompatible;
@@ -134,18 +137,28 @@ void StoreTraffic::Prefetch(Request* request) const {
 
 void StoreTraffic::StartLoads() {
   if (link_ == nullptr) return;
+  PollLoads();
+  std::vector<Lookup> lookups;
   const size_t count = std::min(requests_.waiting().size(), static_cast<size_t>(kLoadsMax));
   for (size_t i = 0; i < count; ++i) {
     Request* const request = requests_.waiting()[i].get();
-    PollLoad(request);
-    const bool is_coming = request->load != nullptr && !request->load->usable();
-    if (is_coming && KeepsPace(*request, LayersThere(*request), false)) request->load->TakeLayers();
-    request->held_back = StartLoad(request);
+    if (IsComing(*request)) TakeLayers(request, LayersThere(*request), false);
+    // Documents of one prompt are asked for in one call, as long as none waits for what another one
+    // brings: their anchor is shorter than a chunk.
+    const bool comes_with_others =
+        request->learns_for != Request::kNobody &&
+        request->document_begin < std::min(link_->chunk_tokens(), request->prompt_tokens);
+    const bool joins = comes_with_others && !lookups.empty() &&
+                       lookups.front().request->learns_for == request->learns_for;
+    if (!joins) BeginLoads(&lookups);
+    request->held_back = PlanLoad(request, &lookups);
+    if (!comes_with_others) BeginLoads(&lookups);
   }
+  BeginLoads(&lookups);
 }
 
-// Asks the store for a request unless it was asked. True if the request is to be held back.
-bool StoreTraffic::StartLoad(Request* request) {
+// What the store is to be asked for, unless it was asked. True if the request is to be held back.
+bool StoreTraffic::PlanLoad(Request* request, std::vector<Lookup>* lookups) const {
   if (request->has_window()) return false;
   const bool has_load = request->load != nullptr;
   if (has_load && !request->load->usable()) return true;
@@ -164,21 +177,38 @@ bool StoreTraffic::StartLoad(Request* request) {
   const bool tail = !request->answer_begun();
   const int64_t size = LoadableTokens(leader);
   if (!link_->HasMore(size, match.length, tail)) return false;
-  Result<std::unique_ptr<PrefixLoad>> load =
-      link_->StartLoad(request->space, std::span(leader.tokens).first(static_cast<size_t>(size)),
-                       border.length, tail, compute_seconds_per_token_);
-  request->looked_up = true;
-  ++request->lookups;
-  QUIRE_CHECK(request->lookups <= kLookupsMax) << "request " << request->id;
-  request->prefetch = nullptr;  // the load shares what it reads
-  if (!load.ok()) {
-    request->miss = ReasonOf(load.status().code());
-    ++misses_[static_cast<size_t>(request->miss)];
-    return false;
-  }
-  prefix_cache_.Touch(border.sequence_id);
-  request->load = *std::move(load);
+  lookups->push_back({.request = request, .border = border, .size = size, .tail = tail});
   return true;
+}
+
+// In one call; there is none left then.
+void StoreTraffic::BeginLoads(std::vector<Lookup>* lookups) {
+  if (lookups->empty()) return;
+  std::vector<StoreLink::Wish> wishes;
+  for (const Lookup& lookup : *lookups) {
+    const std::span<const int32_t> tokens = lookup.request->leader()->tokens;
+    wishes.push_back({.space = &lookup.request->space,
+                      .tokens = tokens.first(static_cast<size_t>(lookup.size)),
+                      .held = lookup.border.length,
+                      .tail = lookup.tail});
+  }
+  auto loads = link_->StartLoads(wishes, compute_seconds_per_token_);
+  for (size_t i = 0; i < lookups->size(); ++i) {
+    Request* const request = (*lookups)[i].request;
+    request->looked_up = true;
+    ++request->lookups;
+    QUIRE_CHECK(request->lookups <= kLookupsMax) << "request " << request->id;
+    request->prefetch = nullptr;  // the load shares what it reads
+    if (!loads.ok()) {
+      request->miss = ReasonOf(loads.status().code());
+      ++misses_[static_cast<size_t>(request->miss)];
+      request->held_back = false;
+      continue;
+    }
+    prefix_cache_.Touch((*lookups)[i].border.sequence_id);
+    request->load = std::move((*loads)[i]);
+  }
+  lookups->clear();
 }
 
 // The tokens of which chunks are of use. Where a sequence cannot be cut anywhere, its last token is
@@ -196,11 +226,18 @@ bool StoreTraffic::IsPrefixBeingLoaded(const Request& request, int64_t matched) 
     const PrefixLoad& load = *other->load;
     int64_t common = CommonPrefix(tokens, load.tokens());
     if (load.usable()) common = std::min(common, load.end());
-    // Documents behind one anchor come at once: each has chunks of its own behind the common ones.
-    if (request.learns_for != Request::kNobody) common -= common % link_->chunk_tokens();
+    // Documents behind one anchor come at once: each has chunks of its own behind the common ones,
+    // and so has their prompt.
+    const bool has_documents = request.learns_for != Request::kNobody || request.blend != nullptr;
+    if (has_documents) common -= common % link_->chunk_tokens();
     if (common - matched >= kLoadTokensMin) return true;
   }
   return false;
+}
+
+void StoreTraffic::PollLoads() {
+  const size_t count = std::min(requests_.waiting().size(), static_cast<size_t>(kLoadsMax));
+  for (size_t i = 0; i < count; ++i) PollLoad(requests_.waiting()[i].get());
 }
 
 void StoreTraffic::PollLoad(Request* request) {
@@ -234,43 +271,95 @@ int64_t StoreTraffic::LayersThere(const Request& request) const {
 bool StoreTraffic::KeepsPace(const Request& request, int64_t there, bool alone) const {
   // Loaded layers are in no forward's rows, so they would not be sent.
   if (request.job != nullptr) return false;
-  const PrefixLoad& load = *request.load;
-  const int64_t count = ChunkLayerCount();
   if (there <= FirstLayerNeeded()) return false;
+  const PrefixLoad& load = *request.load;
+  const int64_t behind = static_cast<int64_t>(request.leader()->tokens.size()) - load.found_end();
+  return IsInTime(load, there, std::clamp(behind, int64_t{1}, prefill_chunk_), alone);
+}
+
+// Whether the layers behind the first `there` come while `tokens` tokens are computed.
+bool StoreTraffic::IsInTime(const PrefixLoad& load, int64_t there, int64_t tokens,
+                            bool alone) const {
+  const int64_t count = ChunkLayerCount();
   const double speed = compute_seconds_per_token_;
   if (speed == 0) return alone || there == count;
-  const int64_t behind = static_cast<int64_t>(request.leader()->tokens.size()) - load.found_end();
-  const double compute =
-      speed * static_cast<double>(std::clamp(behind, int64_t{1}, prefill_chunk_));
+  const double compute = speed * static_cast<double>(tokens);
   const double elapsed = static_cast<double>(link_->now_ns() - load.start_ns()) * 1e-9;
   const double rest = elapsed * static_cast<double>(count - there) / static_cast<double>(there);
   return rest <= compute;
 }
 
+// The prompt that may be computed while the document comes that the request learns for it; null if
+// there is none, or it waits too far behind.
+Request* StoreTraffic::PromptOf(const Request& learner) const {
+  if (learner.learns_for == Request::kNobody || learner.is_idle) return nullptr;
+  if (learner.comes_whole) return nullptr;
+  const auto& waiting = requests_.waiting();
+  const auto end = waiting.begin() + std::min(std::ssize(waiting), kLoadsMax);
+  const auto prompt = std::find_if(
+      waiting.begin(), end, [&](const auto& request) { return request->id == learner.learns_for; });
+  return prompt == end ? nullptr : prompt->get();
+}
+
+// The same for all documents that are learnt for the prompt, and its first piece: it begins with a
+// piece, all that is still to be learnt is on its way in whole, and the layers are there in which
+// rows are selected. The piece has more rows up to there, so later layers have more time than this
+// takes for granted.
+bool StoreTraffic::DocumentsKeepPace(const Request& prompt, bool alone) const {
+  BlendPlan::Found piece;
+  if (IsComing(prompt) || !prompt.blend->FindPiece(FindStart(prompt).end, &piece)) return false;
+  const int64_t selecting = prompt.blend->options().check_layers.back() + 1;
+  return std::ranges::all_of(prompt.learners, [&](int64_t id) {
+    const Request* const learner = requests_.Find(id);
+    if (learner == nullptr) return true;
+    if (learner->comes_whole || !IsComing(*learner)) return false;
+    const PrefixLoad& load = *learner->load;
+    const int64_t there = LayersThere(*learner);
+    const bool is_whole =
+        load.begin() <= learner->document_begin && load.found_end() == learner->prompt_tokens;
+    return is_whole && there >= selecting && IsInTime(load, there, piece.cost, alone);
+  });
+}
+
+// Makes the request's load usable if forwards find its layers in time, of which `there` are there;
+// with it those of the other documents of its prompt.
+bool StoreTraffic::TakeLayers(Request* request, int64_t there, bool alone) {
+  QUIRE_CHECK(IsComing(*request));
+  Request* const prompt = PromptOf(*request);
+  if (prompt == nullptr) {
+    const bool takes = KeepsPace(*request, there, alone);
+    if (takes) request->load->TakeLayers();
+    return takes;
+  }
+  // What the prompt loads itself is its beginning.
+  if (IsComing(*prompt)) TakeLayers(prompt, LayersThere(*prompt), alone);
+  if (!DocumentsKeepPace(*prompt, alone)) return false;
+  for (const int64_t id : prompt->learners) {
+    if (Request* const learner = requests_.Find(id)) learner->load->TakeLayers();
+  }
+  return true;
+}
+
 // Waits for the first load, if there is one. True if it is usable: there is something to decide.
 bool StoreTraffic::AwaitLoad() {
-  const auto loads = [](const auto& request) {
-    return request->load != nullptr && !request->load->usable();
-  };
+  const auto loads = [](const auto& request) { return IsComing(*request); };
   const auto first = std::find_if(requests_.waiting().begin(), requests_.waiting().end(), loads);
   if (first == requests_.waiting().end()) return false;
   Request* const request = first->get();
   const int64_t until_ns = link_->now_ns() + kWaitNs;
   for (;;) {
+    PollLoads();  // its prompt's, too
     PollLoad(request);
     if (request->load->ended()) break;
     // Looked at once: a layer that comes between deciding and waiting ends the wait.
     const int64_t there = LayersThere(*request);
-    if (KeepsPace(*request, there, true)) {
-      request->load->TakeLayers();
-      break;
-    }
+    if (TakeLayers(request, there, true)) break;
     if (link_->now_ns() >= until_ns) return false;
     request->load->AwaitLayer(std::max(there, FirstLayerNeeded()), until_ns);
   }
   // Others that came as far share its forward.
   for (const auto& other : requests_.waiting()) {
-    if (loads(other) && KeepsPace(*other, LayersThere(*other), true)) other->load->TakeLayers();
+    if (loads(other)) TakeLayers(other.get(), LayersThere(*other), true);
   }
   return true;
 }

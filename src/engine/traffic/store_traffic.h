@@ -8,7 +8,9 @@
 //
 // It goes on before, if the layers come so fast that its first forward would find each of them in
 // time: that forward takes them one by one. If one does not come, the forward is given up and
-// planned again without the load.
+// planned again without the load. Documents that are learnt for a blended prompt go on together,
+// with the prompt: its first piece is computed while they come, from the moment on at which those
+// layers are there in which rows are selected. If one fails, it is computed, and the prompt waits.
 //
 // What has been computed is put after each step, a bounded number of bytes, and the rest of a
 // sequence when it ends. KV from before the store was attached is put when its pages are about to
@@ -19,6 +21,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "engine/loading/layerwise_load.h"
 #include "engine/loading/store_link.h"
@@ -108,11 +111,24 @@ class StoreTraffic {
   void Publish(EngineStats* stats) const noexcept;
 
  private:
-  bool StartLoad(Request* request);
+  // What a request asks the store for, and the sequence behind which its chunks begin.
+  struct Lookup {
+    Request* request;
+    PrefixMatch border;
+    int64_t size;
+    bool tail;
+  };
+  bool PlanLoad(Request* request, std::vector<Lookup>* lookups) const;
+  void BeginLoads(std::vector<Lookup>* lookups);
   bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
+  void PollLoads();
   void PollLoad(Request* request);
   int64_t LayersThere(const Request& request) const;
   bool KeepsPace(const Request& request, int64_t there, bool alone) const;
+  bool IsInTime(const PrefixLoad& load, int64_t there, int64_t tokens, bool alone) const;
+  Request* PromptOf(const Request& learner) const;
+  bool DocumentsKeepPace(const Request& prompt, bool alone) const;
+  bool TakeLayers(Request* request, int64_t there, bool alone);
   int64_t LoadableTokens(const Sample& leader) const;
   int64_t ChunkLayerCount() const;
   int64_t FirstLayerNeeded() const;

@@ -147,31 +147,61 @@ RedisOp RedisTier::HeaderExists(const ChunkKey& key) const {
   return op;
 }
 
+// How many of the leading ids are there, as the answers to HeaderExists say.
+Result<int64_t> RedisTier::CountLeading(std::span<const ChunkId> ids, std::span<const RedisOp> ops,
+                                        int64_t removals) {
+  int64_t there = 0;
+  for (const RedisOp& op : ops) {
+    const ChunkKey& key = ids[static_cast<size_t>(there)].key;
+    // In a cluster that lost a master: as far as the others know.
+    if (!op.status.ok()) return there > 0 ? Result<int64_t>(there) : op.status;
+    if (!IsThere(op)) {
+      Forget(key);
+      return there;
+    }
+    Remember(key, removals);
+    ++there;
+  }
+  return there;
+}
+
 Result<int64_t> RedisTier::Prefix(std::span<const ChunkId> ids, int64_t deadline_ns) {
   return GuardEntry([&]() -> Result<int64_t> {
     int64_t there = 0;
     // All of a batch in one round trip, which is no slower than one step of a binary search and
     // right where the server evicted from the middle.
     for (size_t begin = 0; begin < ids.size(); begin += kPrefixBatch) {
+      const auto batch = ids.subspan(begin, std::min(kPrefixBatch, ids.size() - begin));
       const int64_t removals = Removals();
       std::vector<RedisOp> ops;
-      for (const ChunkId& id : ids.subspan(begin, std::min(kPrefixBatch, ids.size() - begin)))
-        ops.push_back(HeaderExists(id.key));
+      for (const ChunkId& id : batch) ops.push_back(HeaderExists(id.key));
       cluster_->Execute(ops, deadline_ns);
-      for (const RedisOp& op : ops) {
-        const ChunkKey& key = ids[static_cast<size_t>(there)].key;
-        // In a cluster that lost a master: as far as the others know.
-        if (!op.status.ok()) return there > 0 ? Result<int64_t>(there) : op.status;
-        if (!IsThere(op)) {
-          Forget(key);
-          return there;
-        }
-        Remember(key, removals);
-        ++there;
-      }
+      const Result<int64_t> leading = CountLeading(batch, ops, removals);
+      if (!leading.ok()) return there > 0 ? Result<int64_t>(there) : leading;
+      there += *leading;
+      if (*leading < std::ssize(batch)) break;
     }
     return there;
   });
+}
+
+std::vector<Result<int64_t>> RedisTier::Prefixes(std::span<const std::span<const ChunkId>> chains,
+                                                 int64_t deadline_ns) {
+  size_t count = 0;
+  for (const auto& ids : chains) count += ids.size();
+  if (count > kPrefixBatch) return ChunkTier::Prefixes(chains, deadline_ns);
+  const int64_t removals = Removals();
+  std::vector<RedisOp> ops;
+  for (const auto& ids : chains)
+    for (const ChunkId& id : ids) ops.push_back(HeaderExists(id.key));
+  cluster_->Execute(ops, deadline_ns);
+  std::vector<Result<int64_t>> there;
+  std::span<const RedisOp> rest = ops;
+  for (const auto& ids : chains) {
+    there.push_back(CountLeading(ids, rest.first(ids.size()), removals));
+    rest = rest.subspan(ids.size());
+  }
+  return there;
 }
 
 // ---- Reading

@@ -37,6 +37,8 @@ class RedisTier final : public ChunkTier {
   // 1 for what was there within the last minute; else -1.
   int Knows(const ChunkId& id) const override;
   Result<int64_t> Prefix(std::span<const ChunkId> ids, int64_t deadline_ns) override;
+  std::vector<Result<int64_t>> Prefixes(std::span<const std::span<const ChunkId>> chains,
+                                        int64_t deadline_ns) override;
   void Read(std::span<const TierRead> items, int64_t deadline_ns, TierReadSink& sink) override;
   std::vector<Status> Write(std::span<const TierWrite> items, int64_t deadline_ns) override;
   // Nothing to do: for the server reading is using.
@@ -73,6 +75,8 @@ class RedisTier final : public ChunkTier {
   std::vector<std::string> ExpiryArguments(int64_t expires_ms) const;
   Status ConcludeWrite(const TierWrite& item, const WritePlan& plan, int64_t removals);
   RedisOp HeaderExists(const ChunkKey& key) const;
+  Result<int64_t> CountLeading(std::span<const ChunkId> ids, std::span<const RedisOp> ops,
+                               int64_t removals);
   RedisOp RemovalOf(const ChunkKey& key, int64_t piece_count) const;
   Result<int64_t> PieceCount(const ChunkKey& key, int64_t deadline_ns);
   Result<std::shared_ptr<const StoredChunk>> ReadWhole(const ChunkKey& key, int64_t deadline_ns,

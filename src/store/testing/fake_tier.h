@@ -43,6 +43,7 @@ class FakeTier final : public ChunkTier {
   };
   struct Calls {
     int64_t prefix = 0, reads = 0, writes = 0;
+    int64_t asks = 0;  // calls of Prefixes, each with those of Prefix in it
     std::map<ChunkKey, int64_t> chunk_reads{}, chunk_writes{};
   };
 
@@ -109,6 +110,14 @@ class FakeTier final : public ChunkTier {
       ++there;
     }
     return there;
+  }
+  std::vector<Result<int64_t>> Prefixes(std::span<const std::span<const ChunkId>> chains,
+                                        int64_t deadline_ns) override {
+    {
+      const std::lock_guard lock(mutex_);
+      ++calls_.asks;
+    }
+    return ChunkTier::Prefixes(chains, deadline_ns);
   }
   void Read(std::span<const TierRead> items, int64_t deadline_ns, TierReadSink& sink) override {
     std::vector<Reading> readings(items.size());

@@ -93,6 +93,14 @@ class ChunkTier {
   virtual int Knows(const ChunkId& id) const = 0;
   // The number of leading ids that are there. Timeout, Unavailable, IoError.
   virtual Result<int64_t> Prefix(std::span<const ChunkId> ids, int64_t deadline_ns) = 0;
+  // The same for several chains, in as few questions as the tier can; [i]: of chains[i]. May throw
+  // std::bad_alloc.
+  virtual std::vector<Result<int64_t>> Prefixes(std::span<const std::span<const ChunkId>> chains,
+                                                int64_t deadline_ns) {
+    std::vector<Result<int64_t>> there;
+    for (const auto& ids : chains) there.push_back(Prefix(ids, deadline_ns));
+    return there;
+  }
 
   // Reads all items; returns when OnEnd was called for each.
   virtual void Read(std::span<const TierRead> items, int64_t deadline_ns, TierReadSink& sink) = 0;

@@ -2,6 +2,7 @@
 #include "store/tiered/chunk_fetcher.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "base/check.h"
@@ -32,46 +33,82 @@ void ChunkFetcher::Close() noexcept {
   for (const auto& [id, load] : left) ReleasePin(*load);
 }
 
-Result<std::shared_ptr<ChunkFetch>> ChunkFetcher::Start(const FetchRequest& request,
-                                                        bool to_memory) {
-  QUIRE_ASSIGN_OR_RETURN(
-      const std::vector<ChunkKey> chain,
-      request.keys->Chain(request.tokens, request.chunk_tokens, request.tail, request.extras));
-  auto state = std::make_shared<FetchState>(parts_, request, chain, to_memory);
-  auto handle = std::make_shared<FetchHandle>(state);
+Result<std::vector<std::shared_ptr<ChunkFetch>>> ChunkFetcher::Start(
+    std::span<const FetchRequest> requests, bool to_memory) {
+  Fetches states;
+  for (const FetchRequest& request : requests) {
+    QUIRE_ASSIGN_OR_RETURN(
+        const std::vector<ChunkKey> chain,
+        request.keys->Chain(request.tokens, request.chunk_tokens, request.tail, request.extras));
+    states.push_back(std::make_shared<FetchState>(parts_, request, chain, to_memory));
+  }
+  std::vector<std::shared_ptr<ChunkFetch>> handles;
+  for (const Fetch& state : states) handles.push_back(std::make_shared<FetchHandle>(state));
   {
     const std::lock_guard lock(parts_->fetch_mutex);
-    parts_->open_fetches.insert(state.get());
+    for (const Fetch& state : states) parts_->open_fetches.insert(state.get());
   }
-  Search(state);
-  ++started_;
-  return std::shared_ptr<ChunkFetch>(std::move(handle));
+  Search(std::move(states));
+  started_ += std::ssize(handles);
+  return handles;
 }
 
-void ChunkFetcher::Search(const Fetch& fetch) noexcept {
-  MissReason why = MissReason::kNoRoom;
+void ChunkFetcher::Search(Fetches fetches) noexcept {
+  while (!fetches.empty()) {
+    const std::array<Fetches, kTierCount> asking = SearchWithoutWaiting(fetches);
+    fetches.clear();
+    for (const TierKind kind : kSlowTiers) {
+      const Fetches& those = asking[At(kind)];
+      if (those.empty() || PushAsk(*parts_->slow[At(kind)], those)) continue;
+      for (const Fetch& fetch : those) {
+        fetch->search().unavailable = true;
+        fetches.push_back(fetch);  // there was room for all of them
+      }
+    }
+  }
+}
+
+// By tier: those that cannot go on before it was asked. The others are located.
+std::array<ChunkFetcher::Fetches, kTierCount> ChunkFetcher::SearchWithoutWaiting(
+    const Fetches& fetches) noexcept {
+  std::array<Fetches, kTierCount> asking;
+  Fetches located;
+  bool has_room = true;
   try {
-    if (!SearchSome(fetch)) return;
-    const FetchState::Search& search = fetch->search();
-    why = search.next == fetch->count() ? MissReason::kNone
-          : search.unavailable          ? MissReason::kUnavailable
-          : search.expired              ? MissReason::kExpired
-                                        : MissReason::kNotStored;
-    StartRuns(fetch);
+    located.reserve(fetches.size());
+    for (Fetches& those : asking) those.reserve(fetches.size());
+    for (const Fetch& fetch : fetches) {
+      const SlowTier* const tier = SearchSome(fetch);
+      (tier == nullptr ? located : asking[At(tier->kind)]).push_back(fetch);
+    }
+    StartRuns(fetches);  // may go while others wait for their answer
   } catch (const std::bad_alloc&) {
     // What was found so far may come; the rest is a miss.
-    for (FetchState::Search::Run& run : fetch->search().runs) {
-      for (const Load& load : run.loads) Fail(load, MissReason::kNoRoom);
-      run = {};
+    has_room = false;
+    for (Fetches& those : asking) those.clear();
+    for (const Fetch& fetch : fetches) {
+      for (FetchState::Search::Run& run : fetch->search().runs) {
+        for (const Load& load : run.loads) Fail(load, MissReason::kNoRoom);
+        run = {};
+      }
     }
   }
   const std::lock_guard lock(parts_->fetch_mutex);
-  fetch->EndIfLate();
-  fetch->Located(why);
+  for (const Fetch& fetch : has_room ? located : fetches) {
+    const FetchState::Search& search = fetch->search();
+    const MissReason why = search.next == fetch->count() ? MissReason::kNone
+                           : !has_room                   ? MissReason::kNoRoom
+                           : search.unavailable          ? MissReason::kUnavailable
+                           : search.expired              ? MissReason::kExpired
+                                                         : MissReason::kNotStored;
+    fetch->EndIfLate();
+    fetch->Located(why);
+  }
+  return asking;
 }
 
-// True when there is nothing more to be found; false when another thread goes on.
-bool ChunkFetcher::SearchSome(const Fetch& fetch) {
+// The tier that has to be asked now; null when there is nothing more to be found.
+SlowTier* ChunkFetcher::SearchSome(const Fetch& fetch) {
   FetchState::Search& search = fetch->search();
   for (; search.next < fetch->count(); ++search.next, search.asked = {}) {
     const int64_t i = search.next;
@@ -88,18 +125,13 @@ bool ChunkFetcher::SearchSome(const Fetch& fetch) {
           found = Claim(fetch, i, tier);
           break;
         case Answer::kAsk:
-          StartRuns(fetch);  // may go while this one waits for its answer
           search.asked[At(kind)] = true;
-          if (queues_[At(kind)]->Push(fetch->priority(),
-                                      [this, fetch, tier] { Ask(fetch, *tier); }))
-            return false;
-          search.unavailable = true;
-          break;
+          return tier;
       }
     }
-    if (!found) return true;
+    if (!found) return nullptr;
   }
-  return true;
+  return nullptr;
 }
 
 // Takes chunk i from RAM if it is there: found and pinned in one step.
@@ -147,32 +179,58 @@ ChunkFetcher::Answer ChunkFetcher::AskWithoutWaiting(FetchState& fetch, SlowTier
   return search.asked[At(tier.kind)] ? Answer::kNo : Answer::kAsk;
 }
 
-void ChunkFetcher::Ask(const Fetch& fetch, SlowTier& tier) noexcept {
+bool ChunkFetcher::PushAsk(SlowTier& tier, const Fetches& fetches) noexcept {
+  int priority = fetches.front()->priority();
+  for (const Fetch& fetch : fetches) priority = std::max(priority, fetch->priority());
+  try {
+    return queues_[At(tier.kind)]->Push(priority, [this, those = fetches, asked = &tier]() mutable {
+      Ask(*asked, std::move(those));
+    });
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+void ChunkFetcher::Ask(SlowTier& tier, Fetches fetches) noexcept {
+  int64_t deadline_ns = 0;
+  auto late = fetches.end();
   {
     const std::lock_guard lock(parts_->fetch_mutex);
-    fetch->EndIfLate();
-    if (fetch->located()) return;
+    late = std::partition(fetches.begin(), fetches.end(), [](const Fetch& fetch) {
+      fetch->EndIfLate();
+      return !fetch->located();
+    });
   }
-  FetchState::Search& search = fetch->search();
-  Status status = Status::OutOfMemory();
+  fetches.erase(late, fetches.end());  // without the lock
+  if (fetches.empty()) return;
+  for (const Fetch& fetch : fetches) deadline_ns = std::max(deadline_ns, fetch->deadline_ns());
+  Status left = Status::OutOfMemory();  // of those without an answer
+  size_t answered = 0;
+  const auto take = [&](const Status& status) {
+    tier.Count(status);
+    if (!status.ok()) fetches[answered]->search().unavailable = true;
+    ++answered;
+  };
   try {
-    if (auto call = tier.Admit(fetch->deadline_ns())) {
-      const auto ids = fetch->ids_from(search.next);
-      const Result<int64_t> there = tier.tier->Prefix(ids, fetch->deadline_ns());
-      status = there.status();
-      call->Report(status);
-      if (there.ok())
-        search.asked_until[At(tier.kind)] =
-            search.next + std::clamp<int64_t>(*there, 0, static_cast<int64_t>(ids.size()));
+    if (auto call = tier.Admit(deadline_ns)) {
+      std::vector<std::span<const ChunkId>> chains;
+      for (const Fetch& fetch : fetches) chains.push_back(fetch->ids_from(fetch->search().next));
+      for (const Result<int64_t>& there : tier.tier->Prefixes(chains, deadline_ns)) {
+        call->Report(there.status());
+        FetchState::Search& search = fetches[answered]->search();
+        if (there.ok())
+          search.asked_until[At(tier.kind)] =
+              search.next + std::clamp<int64_t>(*there, 0, std::ssize(chains[answered]));
+        take(there.status());
+      }
     } else {
-      status = Status(StatusCode::kUnavailable, "the tier is left alone for a while");
+      left = Status(StatusCode::kUnavailable, "the tier is left alone for a while");
     }
   } catch (const std::bad_alloc&) {
-    status = Status::OutOfMemory();
+    left = Status::OutOfMemory();
   }
-  tier.Count(status);
-  if (!status.ok()) search.unavailable = true;
-  Search(fetch);
+  while (answered < fetches.size()) take(left);
+  Search(std::move(fetches));
 }
 
 bool ChunkFetcher::Claim(const Fetch& fetch, int64_t i, SlowTier* tier) {
@@ -271,24 +329,33 @@ bool ChunkFetcher::Join(const Fetch& fetch, int64_t i, const Load& load) {
 }
 
 // Hands what was found to the threads of its tiers, unless computing is faster.
-void ChunkFetcher::StartRuns(const Fetch& fetch) {
+void ChunkFetcher::StartRuns(const Fetches& fetches) {
   for (const TierKind kind : kSlowTiers) {
-    FetchState::Search::Run run = std::exchange(fetch->search().runs[At(kind)], {});
-    if (run.loads.empty()) continue;
+    std::vector<Load> loads;
+    size_t count = 0;
+    for (const Fetch& fetch : fetches) count += fetch->search().runs[At(kind)].loads.size();
+    if (count == 0) continue;
+    loads.reserve(count);  // nothing fails from here on
     SlowTier& tier = *parts_->slow[At(kind)];
-    const double compute = fetch->compute_seconds_per_token() * static_cast<double>(run.tokens);
-    if (tier.predictor.Allow(run.bytes, compute)) {
-      PushRead(tier, fetch->priority(), std::move(run.loads));
-      continue;
+    int priority = std::numeric_limits<int>::min();
+    for (const Fetch& fetch : fetches) {
+      FetchState::Search::Run run = std::exchange(fetch->search().runs[At(kind)], {});
+      if (run.loads.empty()) continue;
+      const double compute = fetch->compute_seconds_per_token() * static_cast<double>(run.tokens);
+      if (!tier.predictor.Allow(run.bytes, compute)) {
+        {
+          const std::lock_guard lock(parts_->fetch_mutex);
+          fetch->Failed(run.first, MissReason::kNotWorth);
+        }
+        // Others that joined may think otherwise. What nobody wants is not under way any more, or
+        // the next one would join it instead of judging for itself.
+        std::erase_if(run.loads, [&](const Load& load) { return DropIfUnwanted(load); });
+        if (run.loads.empty()) continue;
+      }
+      priority = std::max(priority, fetch->priority());
+      loads.insert(loads.end(), run.loads.begin(), run.loads.end());
     }
-    {
-      const std::lock_guard lock(parts_->fetch_mutex);
-      fetch->Failed(run.first, MissReason::kNotWorth);
-    }
-    // Others that joined may think otherwise. What nobody wants is not under way any more, or the
-    // next one would join it instead of judging for itself.
-    std::erase_if(run.loads, [&](const Load& load) { return DropIfUnwanted(load); });
-    if (!run.loads.empty()) PushRead(tier, fetch->priority(), std::move(run.loads));
+    if (!loads.empty()) PushRead(tier, priority, std::move(loads));
   }
 }
 

@@ -4,7 +4,8 @@
 // a time: first the caller's, as far as no disk or network has to be asked, then a thread of the
 // tier that has to be. What is found in a slow tier becomes a ChunkLoad; fetches that want the same
 // chunk share it. Loads of one fetch from one tier are read together, layer by layer, and only if
-// that is predicted to be faster than computing them.
+// that is predicted to be faster than computing them. Fetches that begin together are asked for,
+// and read, together.
 #ifndef QUIRE_STORE_TIERED_CHUNK_FETCHER_H_
 #define QUIRE_STORE_TIERED_CHUNK_FETCHER_H_
 
@@ -30,7 +31,8 @@ class ChunkFetcher {
   ~ChunkFetcher();
 
   // REQUIRES: the request was checked. std::bad_alloc changes nothing.
-  Result<std::shared_ptr<ChunkFetch>> Start(const FetchRequest& request, bool to_memory);
+  Result<std::vector<std::shared_ptr<ChunkFetch>>> Start(std::span<const FetchRequest> requests,
+                                                         bool to_memory);
   int64_t started() const { return started_; }
   // What is on its way to a fetch reaches that fetch, and no tier. By the time this returns all
   // such loads know.
@@ -44,18 +46,23 @@ class ChunkFetcher {
   class Sink;
   enum class Answer { kNo, kYes, kAsk };
 
+  using Fetches = std::vector<Fetch>;
+
   // Goes on looking. Returns when all was found or somebody else goes on.
-  void Search(const Fetch& fetch) noexcept;
-  bool SearchSome(const Fetch& fetch);
+  void Search(Fetches fetches) noexcept;
+  std::array<Fetches, kTierCount> SearchWithoutWaiting(const Fetches& fetches) noexcept;
+  SlowTier* SearchSome(const Fetch& fetch);
   bool TakeFromMemory(FetchState& fetch, int64_t i);
   Answer AskWithoutWaiting(FetchState& fetch, SlowTier& tier, int64_t i);
+  // False: the tier cannot be asked.
+  bool PushAsk(SlowTier& tier, const Fetches& fetches) noexcept;
   // By a thread of the tier: how many of the next chunks it has.
-  void Ask(const Fetch& fetch, SlowTier& tier) noexcept;
+  void Ask(SlowTier& tier, Fetches fetches) noexcept;
   // The chunk comes from the tier, or from where it is on its way already.
   bool Claim(const Fetch& fetch, int64_t i, SlowTier* tier);
   bool Begin(const Fetch& fetch, int64_t i, SlowTier& tier, PinBoard::Ticket* pin);
   bool Join(const Fetch& fetch, int64_t i, const Load& load);
-  void StartRuns(const Fetch& fetch);
+  void StartRuns(const Fetches& fetches);
   bool DropIfUnwanted(const Load& load) noexcept;
   void PushRead(SlowTier& tier, int priority, std::vector<Load> loads) noexcept;
 

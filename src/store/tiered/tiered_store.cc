@@ -133,34 +133,44 @@ Status TieredStore::AddPassport(const Passport& passport) {
 
 // ---------------------------------------------------------------------- bringing back
 
-Result<std::shared_ptr<ChunkFetch>> TieredStore::StartFetch(const char* call,
-                                                            const FetchRequest& request,
-                                                            bool to_memory) {
-  return GuardEntry([&]() -> Result<std::shared_ptr<ChunkFetch>> {
+Result<std::vector<std::shared_ptr<ChunkFetch>>> TieredStore::StartFetches(
+    const char* call, std::span<const FetchRequest> requests, bool to_memory) {
+  return GuardEntry([&]() -> Result<std::vector<std::shared_ptr<ChunkFetch>>> {
     const auto bad = [&](const std::string& what) {
       return Status(StatusCode::kBadArgument, std::string("ChunkStore::") + call + ": " + what);
     };
-    if (request.keys == nullptr) return bad("keys is null");
-    QUIRE_RETURN_IF_ERROR(CheckKeys(call, *request.keys));
-    if (request.chunk_tokens < 1)
-      return bad("chunk_tokens is " + std::to_string(request.chunk_tokens) +
-                 "; it must be at least 1");
-    if (request.first_chunk < 0)
-      return bad("first_chunk is " + std::to_string(request.first_chunk) +
-                 "; it must not be negative");
+    QUIRE_RETURN_IF_ERROR(CheckOpen(call));
+    for (const FetchRequest& request : requests) {
+      if (request.keys == nullptr) return bad("keys is null");
+      QUIRE_RETURN_IF_ERROR(CheckKeys(call, *request.keys));
+      if (request.chunk_tokens < 1)
+        return bad("chunk_tokens is " + std::to_string(request.chunk_tokens) +
+                   "; it must be at least 1");
+      if (request.first_chunk < 0)
+        return bad("first_chunk is " + std::to_string(request.first_chunk) +
+                   "; it must not be negative");
+    }
     parts_->ReleaseExpiredPins();
-    return fetcher_.Start(request, to_memory);
+    return fetcher_.Start(requests, to_memory);
   });
 }
 
+Result<std::vector<std::shared_ptr<ChunkFetch>>> TieredStore::FetchAll(
+    std::span<const FetchRequest> requests) {
+  return StartFetches("FetchAll", requests, /*to_memory=*/parts_->options.promote);
+}
+
 Result<std::shared_ptr<ChunkFetch>> TieredStore::Fetch(const FetchRequest& request) {
-  return StartFetch("Fetch", request, /*to_memory=*/parts_->options.promote);
+  QUIRE_ASSIGN_OR_RETURN(const auto fetches, StartFetches("Fetch", std::span(&request, 1),
+                                                          /*to_memory=*/parts_->options.promote));
+  return fetches.front();
 }
 
 Result<std::shared_ptr<ChunkFetch>> TieredStore::Prefetch(const FetchRequest& request) {
-  auto fetch = StartFetch("Prefetch", request, /*to_memory=*/true);
-  if (fetch.ok()) ++prefetches_;
-  return fetch;
+  QUIRE_ASSIGN_OR_RETURN(const auto fetches,
+                         StartFetches("Prefetch", std::span(&request, 1), /*to_memory=*/true));
+  ++prefetches_;
+  return fetches.front();
 }
 
 int64_t TieredStore::KnownPrefix(const KeySpace& keys, std::span<const ChunkKey> chain) {

@@ -29,6 +29,8 @@ class TieredStore final : public ChunkStore {
 
   Status AddPassport(const Passport& passport) override;
   Result<std::shared_ptr<ChunkFetch>> Fetch(const FetchRequest& request) override;
+  Result<std::vector<std::shared_ptr<ChunkFetch>>> FetchAll(
+      std::span<const FetchRequest> requests) override;
   int64_t KnownPrefix(const KeySpace& keys, std::span<const ChunkKey> chain) override;
   Result<std::shared_ptr<ChunkFetch>> Prefetch(const FetchRequest& request) override;
   std::vector<bool> Wanted(const KeySpace& keys, std::span<const ChunkKey> chain) override;
@@ -57,8 +59,8 @@ class TieredStore final : public ChunkStore {
   // Open, with these keys' passport added.
   Status CheckKeys(const char* call, const KeySpace& keys) const;
   Status CheckTier(const char* call, TierKind tier) const;
-  Result<std::shared_ptr<ChunkFetch>> StartFetch(const char* call, const FetchRequest& request,
-                                                 bool to_memory);
+  Result<std::vector<std::shared_ptr<ChunkFetch>>> StartFetches(
+      const char* call, std::span<const FetchRequest> requests, bool to_memory);
   // Calls in_memory(MemoryTier&, key), which is true if RAM has the chunk, and in_tier(ChunkTier&,
   // key, deadline_ns), NotFound if the tier does not, for all tiers. How many chunks were there; an
   // error of a tier when all are done.

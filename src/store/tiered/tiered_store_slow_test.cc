@@ -115,6 +115,77 @@ class SlowStore : public testing::Test {
 
 // ---------------------------------------------------------------------- bringing back
 
+// Chains that have nothing in common, that begin alike, of which one is there in part and one not
+// at all: the tier is asked once and reads once.
+TEST_F(SlowStore, ChainsThatAreFetchedTogetherAreReadTogether) {
+  for (const bool knows : {true, false}) {
+    SCOPED_TRACE(knows ? "the tier knows what it has" : "the tier has to be asked");
+    Open({.disk = false, .redis = true});
+    redis_->Change([&](auto& script) { script.knows = knows; });
+    std::vector<std::vector<int32_t>> chains;
+    for (const int32_t first : {100, 200, 300, 400, 500}) chains.push_back(TokensFrom(first, 12));
+    chains.push_back(chains[0]);
+    chains.back()[11] = 7;  // another last chunk
+    const std::vector<int64_t> held = {3, 3, 2, 0, 3, 3};
+    for (size_t i = 0; i < chains.size(); ++i) Fill(redis_, chains[i], 0, held[i]);
+    std::vector<FetchRequest> requests;
+    for (const auto& tokens : chains) requests.push_back(Request(tokens));
+    const auto fetches = store_->FetchAll(requests);
+    ASSERT_TRUE(fetches.ok()) << fetches.status().ToString();
+    ASSERT_EQ(fetches->size(), chains.size());
+    for (size_t i = 0; i < chains.size(); ++i) {
+      ChunkFetch& fetch = *(*fetches)[i];
+      EXPECT_TRUE(fetch.Wait(kNever));
+      EXPECT_EQ(fetch.ready(), held[i]);
+      EXPECT_EQ(fetch.miss(), held[i] == 3 ? MissReason::kNone : MissReason::kNotStored);
+      ExpectExact(fetch, chains[i]);
+    }
+    const FakeTier::Calls calls = redis_->calls();
+    EXPECT_EQ(calls.asks, knows ? 0 : 2) << "and once more for the chunk that one has not";
+    EXPECT_EQ(calls.reads, 1);
+    for (const auto& [key, count] : calls.chunk_reads) EXPECT_EQ(count, 1);
+    EXPECT_EQ(store_->Statistics().fetches, 6);
+    store_ = nullptr;
+  }
+}
+
+TEST_F(SlowStore, LayersOfChainsThatAreFetchedTogetherComeTogether) {
+  Open({});
+  std::vector<std::vector<int32_t>> chains;
+  for (const int32_t first : {100, 200, 300, 400, 500}) chains.push_back(TokensFrom(first, 8));
+  for (const auto& tokens : chains) Fill(disk_, tokens);
+  disk_->Change([](auto& script) { script.layers = 1; });
+  std::vector<FetchRequest> requests;
+  for (const auto& tokens : chains) requests.push_back(Request(tokens));
+  const auto fetches = store_->FetchAll(requests).value();
+  for (const auto& fetch : fetches) {
+    EXPECT_TRUE(fetch->WaitLayer(0, kNever).ok());
+    EXPECT_EQ(fetch->ready(), 0);
+  }
+  disk_->Change([](auto& script) { script = {}; });
+  for (size_t i = 0; i < chains.size(); ++i) {
+    EXPECT_TRUE(fetches[i]->Wait(kNever));
+    EXPECT_EQ(fetches[i]->ready(), 2);
+    ExpectExact(*fetches[i], chains[i]);
+  }
+  EXPECT_EQ(disk_->calls().reads, 1);
+}
+
+TEST_F(SlowStore, ChainsAreFetchedTogetherOrNotAtAll) {
+  Open({});
+  const auto tokens = TokensFrom(1, 8);
+  Fill(disk_, tokens);
+  std::vector<FetchRequest> requests = {Request(tokens), Request(tokens)};
+  requests[1].chunk_tokens = 0;
+  EXPECT_EQ(store_->FetchAll(requests).status().code(), StatusCode::kBadArgument);
+  EXPECT_EQ(store_->Statistics().fetches, 0);
+  EXPECT_TRUE(store_->FetchAll({})->empty());
+  store_->Close();
+  requests[1] = requests[0];
+  EXPECT_EQ(store_->FetchAll(requests).status().code(), StatusCode::kClosed);
+  EXPECT_EQ(disk_->calls().reads, 0);
+}
+
 TEST_F(SlowStore, TwoPrefetchesReadEachChunkOnceAndThenItIsInRam) {  // example 29
   Open({});
   const auto tokens = TokensFrom(1, 12);
