@@ -130,7 +130,6 @@ StateTensor TensorOf(const RecurrentLayerSpec& layer) {
 
 // Sections have four dimensions at most: of a state with five the first two are one.
 std::vector<int64_t> SectionDims(std::vector<int64_t> shape) {
-  QUIRE_DCHECK(!shape.empty());
   constexpr size_t kDimsMax = 4;
   while (shape.size() > kDimsMax) {
     shape[1] *= shape[0];
