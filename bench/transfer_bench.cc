@@ -109,7 +109,8 @@ class TransferCase : public BenchCase {
     Require(from_->transfer()->DisaggFlushSend(0));
     Require(to.WaitReceived(map.epoch, shape_.tokens, *clock_, kNever));
     Require(to.DisaggCommitRecv(map.epoch, shape_.tokens));
-    if (receiver_ != nullptr) Require(receiver_->Cancel(map.epoch));
+    if (receiver_ != nullptr)
+      Require(receiver_->Cancel(map.epoch, Status(StatusCode::kCancelled, "all tokens are here")));
   }
 
   static inline int sockets_made = 0;
