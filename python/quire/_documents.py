@@ -55,11 +55,11 @@ class Composed:
 
 
 def _bad_documents(message: str) -> errors.BadArgumentError:
-    return errors.about(errors.BadArgumentError(message), "documents")
+    return errors.bad_option("documents", message)
 
 
 def _bad_blend(message: str) -> errors.BadArgumentError:
-    return errors.about(errors.BadArgumentError(f"blend: {message}"), "blend")
+    return errors.bad_option("blend", f"blend: {message}")
 
 
 def texts_of(documents: Any) -> list[str]:

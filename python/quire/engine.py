@@ -786,11 +786,9 @@ class Engine(_ffi.ThreadOwner):
         key = tuple(special_texts)
         if isinstance(grammar, CompiledGrammar):
             if grammar.special_texts != key:
-                raise errors.about(
-                    errors.BadArgumentError(
-                        "grammar: it was compiled for other special_texts than those of the request"
-                    ),
+                raise errors.bad_option(
                     "grammar",
+                    "grammar: it was compiled for other special_texts than those of the request",
                 )
             return grammar.handle
         wanted = Grammar.of(grammar)
@@ -798,11 +796,9 @@ class Engine(_ffi.ThreadOwner):
             compiler = self._compilers.pop(key, None)
             if compiler is None:
                 if not self.has_tokenizer:
-                    raise errors.about(
-                        errors.BadArgumentError(
-                            "grammar: this model has no tokenizer.json, so its tokens have no text"
-                        ),
+                    raise errors.bad_option(
                         "grammar",
+                        "grammar: this model has no tokenizer.json, so its tokens have no text",
                     )
                 info = self._info
                 compiler = GrammarCompiler(
@@ -1116,11 +1112,11 @@ class Engine(_ffi.ThreadOwner):
         model's verdict allows it. BadArgumentError for such a blend where `exact` is set."""
         fields = _documents.blend_fields(blend, composed, self._auto_ratio)
         if self._exact and not _documents.is_exact(fields):
-            refused = errors.BadArgumentError(
+            raise errors.bad_option(
+                "blend",
                 "blend: this engine gives exact answers only (exact), and a blend with a ratio "
-                "below 1 may be approximate; leave blend out, or give the ratio 1"
+                "below 1 may be approximate; leave blend out, or give the ratio 1",
             )
-            raise errors.about(refused, "blend")
         if not self._asks_verdict:
             return {**fields, "unverified": True}
         verdict = None if _documents.is_exact(fields) else self.blend_verdict()

@@ -200,6 +200,11 @@ def about(error: _Error, option: str, reason: str = "") -> _Error:
     return error
 
 
+def bad_option(option: str, message: str) -> BadArgumentError:
+    """A refusal of this option's value."""
+    return about(BadArgumentError(message), option)
+
+
 def from_text(text: str) -> QuireError:
     """The error that a text of the form ``"OutOfPages: what happened"`` stands for."""
     code, separator, message = text.partition(": ")

@@ -56,11 +56,8 @@ class Grammar:
             return value
         kinds = get_args(Kind)
         if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in kinds:
-            raise errors.about(
-                errors.BadArgumentError(
-                    "grammar must be a mapping with one of the entries " + ", ".join(kinds)
-                ),
-                "grammar",
+            raise errors.bad_option(
+                "grammar", "grammar must be a mapping with one of the entries " + ", ".join(kinds)
             )
         ((kind, content),) = value.items()
         if kind == "json_schema":
@@ -81,8 +78,7 @@ class Grammar:
 
 
 def _refuse(kind: str, must: str) -> NoReturn:
-    error = errors.BadArgumentError(f"grammar: {kind} must be {must}")
-    raise errors.about(error, "grammar")
+    raise errors.bad_option("grammar", f"grammar: {kind} must be {must}")
 
 
 def _bounded(kind: str, text: str) -> str:
@@ -98,8 +94,7 @@ def _json_text(kind: str, value: Any) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        refused = errors.BadArgumentError(f"grammar: {kind} is no JSON: {error}")
-        raise errors.about(refused, "grammar") from None
+        raise errors.bad_option("grammar", f"grammar: {kind} is no JSON: {error}") from None
     return _bounded(kind, text)
 
 

@@ -198,21 +198,8 @@ TEST_P(EngineBlendLayers, SchedulesOverAFailingStoreAreAsEachAlone) {
     const auto engine = Attached(options);
     Outcomes outcomes;
     std::map<int64_t, size_t> job_of;
-    for (int64_t submitted = 0; submitted < 10 || !engine->Idle();) {
-      const int64_t move = random.Below(10);
-      if (move < 4 && submitted < 10) {
-        const auto job = static_cast<size_t>(random.Below(std::ssize(jobs)));
-        const Result<int64_t> id = engine->Submit(jobs[job].prompt, jobs[job].options);
-        ASSERT_TRUE(id.ok()) << id.status().ToString();
-        job_of[*id] = job;
-        ++submitted;
-      } else if (move == 4 && submitted > 0) {
-        static_cast<void>(engine->Cancel(random.Below(submitted)));
-      } else {
-        Step(engine.get(), &outcomes);
-        if (HasFatalFailure()) return;
-      }
-    }
+    RunSchedule(engine.get(), jobs, 10, 10, &random, &outcomes, &job_of);
+    if (HasFatalFailure()) return;
     for (const auto& [key, outcome] : outcomes) {
       SCOPED_TRACE("request " + std::to_string(key.first));
       ASSERT_NE(outcome.reason, FinishReason::kError) << outcome.error;

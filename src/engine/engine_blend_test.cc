@@ -237,21 +237,8 @@ TEST_P(EngineBlend, MixesAreAsEachAlone) {
     const auto engine = Create(options);
     Outcomes outcomes;
     std::map<int64_t, size_t> job_of;
-    for (int64_t submitted = 0; submitted < 16 || !engine->Idle();) {
-      const int64_t move = moves.Below(12);
-      if (move < 4 && submitted < 16) {
-        const auto job = static_cast<size_t>(moves.Below(std::ssize(jobs)));
-        const Result<int64_t> id = engine->Submit(jobs[job].prompt, jobs[job].options);
-        ASSERT_TRUE(id.ok()) << id.status().ToString();
-        job_of[*id] = job;
-        ++submitted;
-      } else if (move == 4 && submitted > 0) {
-        static_cast<void>(engine->Cancel(moves.Below(submitted)));
-      } else {
-        Step(engine.get(), &outcomes);
-        if (HasFatalFailure()) return;
-      }
-    }
+    RunSchedule(engine.get(), jobs, 16, 12, &moves, &outcomes, &job_of);
+    if (HasFatalFailure()) return;
     for (const auto& [key, outcome] : outcomes) {
       const size_t job = job_of.at(key.first);
       SCOPED_TRACE("request " + std::to_string(key.first) + " job " + std::to_string(job));

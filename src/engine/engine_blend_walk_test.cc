@@ -217,21 +217,8 @@ void EngineBlendWalk::Walk(Engine* engine, const std::vector<Job>& jobs,
   constexpr int64_t kRequests = 16;
   Outcomes outcomes;
   std::map<int64_t, size_t> job_of;
-  for (int64_t submitted = 0; submitted < kRequests || !engine->Idle();) {
-    const int64_t move = moves->Below(12);
-    if (move < 4 && submitted < kRequests) {
-      const auto job = static_cast<size_t>(moves->Below(std::ssize(jobs)));
-      const Result<int64_t> id = engine->Submit(jobs[job].prompt, jobs[job].options);
-      ASSERT_TRUE(id.ok()) << id.status().ToString();
-      job_of[*id] = job;
-      ++submitted;
-    } else if (move == 4 && submitted > 0) {
-      static_cast<void>(engine->Cancel(moves->Below(submitted)));
-    } else {
-      Step(engine, &outcomes);
-      if (HasFatalFailure()) return;
-    }
-  }
+  RunSchedule(engine, jobs, kRequests, 12, moves, &outcomes, &job_of);
+  if (HasFatalFailure()) return;
   ++mixes_;
   requests_ += kRequests;
   preemptions_ += engine->Stats().preemptions;

@@ -1,10 +1,10 @@
 #include "engine/step/prompt_blender.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "base/check.h"
+#include "kernels/backend.h"
 
 namespace quire {
 namespace {
@@ -12,10 +12,8 @@ namespace {
 // Fewer tokens are computed along with any step; to move them costs more than it saves.
 constexpr int64_t kMovedTokensMin = 16;
 
-constexpr int64_t kNoLayerWindow = std::numeric_limits<int64_t>::max();
-
 int64_t SmallestWindow(std::span<const AttentionLayerSpec> layers) {
-  int64_t window = kNoLayerWindow;
+  int64_t window = kNoWindow;
   for (const AttentionLayerSpec& layer : layers) {
     if (layer.window > 0) window = std::min(window, layer.window);
   }
@@ -133,7 +131,7 @@ PrefixSpace PromptBlender::LearnerSpace(const Request& request,
 // are the prompt's own, which takes them from there.
 std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request& request) {
   std::vector<std::unique_ptr<Request>> learners;
-  const bool has_windows = SmallestWindow(model().layers) != kNoLayerWindow;
+  const bool has_windows = SmallestWindow(model().layers) != kNoWindow;
   // As a whole: with less of it the blend would be another one. A sequence in work that has windows
   // goes on, and then cannot be forked at the document's end any more; what is retained stays.
   const auto knows = [&](std::span<const int32_t> chain) {

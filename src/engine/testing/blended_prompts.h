@@ -115,6 +115,28 @@ inline Question Ask(const std::vector<uint64_t>& documents, uint64_t question, i
   return asked;
 }
 
+// Submits `count` requests of jobs that are drawn, cancels some, and steps until the engine is
+// idle. One of `moves` draws is a cancel, and four are requests.
+template <typename Job>
+void RunSchedule(Engine* engine, const std::vector<Job>& jobs, int64_t count, int64_t moves,
+                 RandomSequence* random, Outcomes* outcomes, std::map<int64_t, size_t>* job_of) {
+  for (int64_t submitted = 0; submitted < count || !engine->Idle();) {
+    const int64_t move = random->Below(moves);
+    if (move < 4 && submitted < count) {
+      const auto job = static_cast<size_t>(random->Below(std::ssize(jobs)));
+      const Result<int64_t> id = engine->Submit(jobs[job].prompt, jobs[job].options);
+      ASSERT_TRUE(id.ok()) << id.status().ToString();
+      (*job_of)[*id] = job;
+      ++submitted;
+    } else if (move == 4 && submitted > 0) {
+      static_cast<void>(engine->Cancel(random->Below(submitted)));
+    } else {
+      Step(engine, outcomes);
+      if (testing::Test::HasFatalFailure()) return;
+    }
+  }
+}
+
 inline SamplingOptions Exact(int64_t max_tokens = 8) {
   return {.max_tokens = max_tokens, .logprobs = 0, .ignore_eos = true};
 }

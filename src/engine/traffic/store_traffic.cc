@@ -139,8 +139,7 @@ void StoreTraffic::StartLoads() {
   if (link_ == nullptr) return;
   PollLoads();
   std::vector<Lookup> lookups;
-  const size_t count = std::min(requests_.waiting().size(), static_cast<size_t>(kLoadsMax));
-  for (size_t i = 0; i < count; ++i) {
+  for (size_t i = 0; i < loading_count(); ++i) {
     Request* const request = requests_.waiting()[i].get();
     if (IsComing(*request)) TakeLayers(request, LayersThere(*request), false);
     // Documents of one prompt are asked for in one call, as long as none waits for what another one
@@ -236,8 +235,7 @@ bool StoreTraffic::IsPrefixBeingLoaded(const Request& request, int64_t matched) 
 }
 
 void StoreTraffic::PollLoads() {
-  const size_t count = std::min(requests_.waiting().size(), static_cast<size_t>(kLoadsMax));
-  for (size_t i = 0; i < count; ++i) PollLoad(requests_.waiting()[i].get());
+  for (size_t i = 0; i < loading_count(); ++i) PollLoad(requests_.waiting()[i].get());
 }
 
 void StoreTraffic::PollLoad(Request* request) {
@@ -295,7 +293,7 @@ Request* StoreTraffic::PromptOf(const Request& learner) const {
   if (learner.learns_for == Request::kNobody || learner.is_idle) return nullptr;
   if (learner.comes_whole) return nullptr;
   const auto& waiting = requests_.waiting();
-  const auto end = waiting.begin() + std::min(std::ssize(waiting), kLoadsMax);
+  const auto end = waiting.begin() + static_cast<ptrdiff_t>(loading_count());
   const auto prompt = std::find_if(
       waiting.begin(), end, [&](const auto& request) { return request->id == learner.learns_for; });
   return prompt == end ? nullptr : prompt->get();

@@ -18,6 +18,7 @@
 #ifndef QUIRE_ENGINE_TRAFFIC_STORE_TRAFFIC_H_
 #define QUIRE_ENGINE_TRAFFIC_STORE_TRAFFIC_H_
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -121,6 +122,10 @@ class StoreTraffic {
   bool PlanLoad(Request* request, std::vector<Lookup>* lookups) const;
   void BeginLoads(std::vector<Lookup>* lookups);
   bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
+  // How many of the requests that wait may have loads: the first ones.
+  size_t loading_count() const {
+    return std::min(requests_.waiting().size(), static_cast<size_t>(kLoadsMax));
+  }
   void PollLoads();
   void PollLoad(Request* request);
   int64_t LayersThere(const Request& request) const;

@@ -81,23 +81,23 @@ Status TransferSender::CheckHeads(const ReceiveMap& map, int64_t rank, int64_t t
     const bool fits = has_states_
                           ? map.kv_heads[l] == heads
                           : HeadsFor(heads, map.kv_heads[l], rank, 0, targets).head_count > 0;
-    if (fits && heads < map.kv_heads[l]) {
-      divided = std::min(divided, l);
-      if (senders_of(l) == senders_of(divided)) continue;
+    if (!fits) {
       return BadMaps(StatusCode::kIncompatible,
-                     std::to_string(senders_of(divided)) + " senders fill layer " +
-                         std::to_string(divided) + " of the receiver and " +
-                         std::to_string(senders_of(l)) + " fill layer " + std::to_string(l) +
-                         "; all layers whose heads are divided must be divided among as many");
+                     "layer " + std::to_string(l) + " has " + std::to_string(heads) +
+                         " kv heads here and " + std::to_string(map.kv_heads[l]) + " there, with " +
+                         std::to_string(targets) +
+                         " maps; with recurrent layers both must be equal; else one must be a "
+                         "multiple of the other, and a sender with more heads gives a map for each "
+                         "receiver that shares them");
     }
-    if (fits) continue;
+    if (heads >= map.kv_heads[l]) continue;
+    divided = std::min(divided, l);
+    if (senders_of(l) == senders_of(divided)) continue;
     return BadMaps(StatusCode::kIncompatible,
-                   "layer " + std::to_string(l) + " has " + std::to_string(heads) +
-                       " kv heads here and " + std::to_string(map.kv_heads[l]) + " there, with " +
-                       std::to_string(targets) +
-                       " maps; with recurrent layers both must be equal; else one must be a "
-                       "multiple of the other, and a sender with more heads gives a map for each "
-                       "receiver that shares them");
+                   std::to_string(senders_of(divided)) + " senders fill layer " +
+                       std::to_string(divided) + " of the receiver and " +
+                       std::to_string(senders_of(l)) + " fill layer " + std::to_string(l) +
+                       "; all layers whose heads are divided must be divided among as many");
   }
   return Status();
 }
