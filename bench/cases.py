@@ -1174,7 +1174,7 @@ def _pair_case(model: models.Model, tokens: int, within: float, *, quick: bool) 
 def _transfer_cases() -> list[Case]:
     cases = [_move_case("1.1b", 2048, quick=True), _move_case("8b", 2048, quick=False)]
     for name in models.NAMES:
-        for tokens in (2048, 8192):
+        for tokens in (2048, 8000):  # the embedded model has 8192 positions
             within = 0.03 if name == "1b" else 0.05
             quick = (name, tokens) == ("embedded", 2048)
             cases.append(_pair_case(models.describe(name), tokens, within, quick=quick))
