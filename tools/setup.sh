@@ -186,28 +186,30 @@ configure() {
   configure_stamp "$@" >"$folder/quire.stamp"
 }
 
-# kernel_paths [FILE]: the paths of src/kernels that the CPU of FILE (/proc/cpuinfo) has a use for, with semicolons; dispatch.cc
-# chooses among them. Those of other CPUs are a third of the time that the library takes to compile.
+# kernel_paths [FILE]: the path of src/kernels that dispatch.cc chooses on the CPU of FILE (/proc/cpuinfo); also the next one, with a
+# semicolon, where the operating system may refuse the first. All paths are half of the time that the library takes to compile.
 kernel_paths() {
-  local flags paths=()
+  local flags path=""
   flags=" $(sed -n 's/^flags[^:]*://p;T;q' "${1:-/proc/cpuinfo}") "
   has() { local flag; for flag in "$@"; do [[ $flags == *" $flag "* ]] || return 1; done; }
+  is_intel() { grep -q '^vendor_id.*GenuineIntel' "${1:-/proc/cpuinfo}"; }
   if has avx2 fma f16c; then
-    paths=(avx2)
+    path=avx2
     if has avx512f avx512dq avx512bw avx512vl; then
-      if has avx512_vnni; then paths+=(avx512_vnni); else paths+=(avx512); fi
-      if has avx512_vnni avx512_bf16; then paths+=(avx512_bf16); fi
-      if has avx512_vnni avx512_bf16 amx_bf16 amx_tile; then paths+=(avx512_amx); fi
+      path=avx512
+      if has avx512_vnni; then path=avx512_vnni; fi
+      if has avx512_vnni avx512_bf16 && ! is_intel "$@"; then path=avx512_bf16; fi
+      if has avx512_vnni avx512_bf16 amx_bf16 amx_tile; then path="avx512_amx;$path"; fi
     fi
   fi
-  local IFS=';'
-  printf '%s' "${paths[*]}"
+  printf '%s' "$path"
 }
 
-# The paths of every CPU on which ./run was called in this checkout, so that machines that share it do not build it in turns.
+# run_kernel_paths: that of every CPU on which ./run was called in this checkout, so that machines that share it do not build it in
+# turns, and those in QUIRE_KERNEL_PATHS.
 run_kernel_paths() {
-  { cat "$QUIRE_ROOT/build/kernel_paths" 2>/dev/null || true; echo "$(kernel_paths)"; } | tr ';' '\n' | sed '/^$/d' |
-    sort -u | paste -sd ';'
+  { cat "$QUIRE_ROOT/build/kernel_paths" 2>/dev/null || true; echo "$(kernel_paths);${QUIRE_KERNEL_PATHS:-}"; } |
+    tr ';' '\n' | sed '/^$/d' | sort -u | paste -sd ';'
 }
 
 RELEASE=(release -DQUIRE_PYTHON=ON "-DPython_EXECUTABLE=$QUIRE_PYTHON")

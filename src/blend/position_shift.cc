@@ -9,14 +9,13 @@
 #include "base/float_environment.h"
 #include "base/guard.h"
 #include "blend/blend_view.h"
-#include "blend/half_blocks.h"
+#include "blend/rotation_loops.h"
 #include "quire/blend.h"
 
 namespace quire {
 namespace {
 
 constexpr int64_t kPositionEnd = int64_t{1} << 31;
-constexpr int64_t kBlockPairs = kBlendBlock / 2;
 
 Status CheckRotation(const KeyRotation& rotation, const BlendView& keys) {
   const auto pair_count = static_cast<int64_t>(rotation.inv_freq.size());
@@ -101,84 +100,34 @@ class MoveAngles {
   std::vector<float> sin_;
 };
 
-void RotateBlock(float* x, float* y, const float* cos, const float* sin, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const float x0 = x[i];
-    const float y0 = y[i];
-    x[i] = x0 * cos[i] - y0 * sin[i];
-    y[i] = y0 * cos[i] + x0 * sin[i];
-  }
-}
-
-// Pairs (i, i + pair_count).
-void RotateHalves(const std::byte* from, std::byte* to, DType dtype, int64_t element_bytes,
-                  const MoveAngles& angles, int64_t pair_count) {
-  const int64_t half_bytes = pair_count * element_bytes;
-  for (int64_t i = 0; i < pair_count; i += kBlendBlock) {
-    const int64_t count = std::min(kBlendBlock, pair_count - i);
-    const int64_t at = i * element_bytes;
-    float x[kBlendBlock];
-    float y[kBlendBlock];
-    WidenBlock(from + at, dtype, count, x);
-    WidenBlock(from + half_bytes + at, dtype, count, y);
-    RotateBlock(x, y, angles.cos() + i, angles.sin() + i, count);
-    NarrowBlock(x, count, dtype, to + at);
-    NarrowBlock(y, count, dtype, to + half_bytes + at);
-  }
-}
-
-// Pairs (2i, 2i + 1).
-void RotateInterleaved(const std::byte* from, std::byte* to, DType dtype, int64_t element_bytes,
-                       const MoveAngles& angles, int64_t pair_count) {
-  for (int64_t i = 0; i < pair_count; i += kBlockPairs) {
-    const int64_t count = std::min(kBlockPairs, pair_count - i);
-    const int64_t at = 2 * i * element_bytes;
-    float both[kBlendBlock];
-    float x[kBlockPairs];
-    float y[kBlockPairs];
-    WidenBlock(from + at, dtype, 2 * count, both);
-    for (int64_t pair = 0; pair < count; ++pair) {
-      x[pair] = both[2 * pair];
-      y[pair] = both[2 * pair + 1];
-    }
-    RotateBlock(x, y, angles.cos() + i, angles.sin() + i, count);
-    for (int64_t pair = 0; pair < count; ++pair) {
-      both[2 * pair] = x[pair];
-      both[2 * pair + 1] = y[pair];
-    }
-    NarrowBlock(both, 2 * count, dtype, to + at);
-  }
-}
-
 void CopyNumbers(const std::byte* from, std::byte* to, int64_t bytes) {
   if (from != to && bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 void MoveHead(const std::byte* from, std::byte* to, const BlendView& keys, const MoveAngles& angles,
-              const KeyRotation& rotation) {
+              const KeyRotation& rotation, const RotationLoops& loops) {
   const int64_t bytes = keys.element_bytes();
   const auto pair_count = static_cast<int64_t>(rotation.inv_freq.size());
   const int64_t begin = rotation.first_dim * bytes;
   const int64_t end = begin + 2 * pair_count * bytes;
   CopyNumbers(from, to, begin);
-  if (rotation.pairing == RopePairing::kHalfSplit) {
-    RotateHalves(from + begin, to + begin, keys.dtype, bytes, angles, pair_count);
-  } else {
-    RotateInterleaved(from + begin, to + begin, keys.dtype, bytes, angles, pair_count);
-  }
+  const bool is_split = rotation.pairing == RopePairing::kHalfSplit;
+  const RotationLoop rotate = is_split ? loops.halves : loops.neighbours;
+  rotate(from + begin, keys.dtype, pair_count, angles.cos(), angles.sin(), to + begin);
   CopyNumbers(from + end, to + end, keys.dim * bytes - end);
 }
 
 void MoveRows(const BlendView& from, const BlendView& to, const KeyMoves& moves,
               const KeyRotation& rotation, MoveAngles& angles) noexcept {
   const ScopedFloatEnvironment environment;
+  const RotationLoops& loops = *AllRotationLoops().front();
   for (int64_t t = 0; t < from.token_count; ++t) {
     const auto row = static_cast<size_t>(t);
     if (!moves.valid.empty() && moves.valid[row] == 0) continue;
     const bool moves_away = angles.Set(moves.old_positions[row], moves.new_positions[row]);
     for (int64_t head = 0; head < from.head_count; ++head) {
       if (moves_away) {
-        MoveHead(from.row(t, head), to.row(t, head), from, angles, rotation);
+        MoveHead(from.row(t, head), to.row(t, head), from, angles, rotation, loops);
       } else {
         CopyNumbers(from.row(t, head), to.row(t, head), from.dim * from.element_bytes());
       }
