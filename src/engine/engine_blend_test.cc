@@ -116,6 +116,50 @@ TEST_P(EngineBlend, ABlendIsTheSameWhateverRan) {
   EXPECT_EQ(Generate(engine.get(), second.prompt, Blend(second, 0.2)).bits, alone);
 }
 
+// Another request has a document in its sequence, computes on, and is gone before the blend begins.
+TEST_P(EngineBlend, ADocumentOfACancelledRequestIsNotMissed) {
+  const Question question = Ask({1, 2, 3}, 1);
+  const Outcome alone = Generate(Create().get(), question.prompt, Blend(question, 0.2));
+  const auto engine = Create();
+  Outcomes outcomes;
+  const int64_t holder = engine->Submit(Ask({3, 4}, 2).prompt, Exact()).value();
+  while (outcomes[{holder, 0}].bits.empty()) {
+    Step(engine.get(), &outcomes);
+    if (HasFatalFailure()) return;
+  }
+  const int64_t id = engine->Submit(question.prompt, Blend(question, 0.2)).value();
+  ASSERT_TRUE(engine->Cancel(holder).ok());
+  while (!engine->Idle()) {
+    Step(engine.get(), &outcomes);
+    if (HasFatalFailure()) return;
+  }
+  const Outcome& blended = outcomes.at({id, 0});
+  EXPECT_EQ(blended.blend->moved_tokens, alone.blend->moved_tokens);
+  EXPECT_EQ(blended.bits, alone.bits);
+}
+
+// One that goes on is used: of the document nothing but the last token is computed again.
+TEST_P(EngineBlend, ADocumentOfARequestInWorkIsForked) {
+  if (GetParam().model.architecture == "Gemma2ForCausalLM") {
+    GTEST_SKIP() << "behind a window it cannot be forked any more";
+  }
+  const Question question = Ask({1, 3}, 1);
+  const auto engine = Create();
+  Outcomes outcomes;
+  const int64_t holder = engine->Submit(Ask({3, 4}, 2).prompt, Exact()).value();
+  while (outcomes[{holder, 0}].bits.empty()) {
+    Step(engine.get(), &outcomes);
+    if (HasFatalFailure()) return;
+  }
+  const int64_t id = engine->Submit(question.prompt, Blend(question, 0.2)).value();
+  while (!engine->Idle()) {
+    Step(engine.get(), &outcomes);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_EQ((outcomes[{id, 0}].blend->moved_tokens), std::ssize(Document(3)));
+  EXPECT_EQ((outcomes[{id, 0}].blend->learned_tokens), 1);
+}
+
 TEST_P(EngineBlend, TheNextTurnGoesOnWithTheSameBlend) {
   if (GetParam().model.architecture == "Gemma2ForCausalLM") {
     GTEST_SKIP() << "a window forgets where pieces end";

@@ -329,7 +329,7 @@ def test_store_retrieve_and_blend(fmt: str) -> None:
     token_dim = {"vllm": 0, "huggingface": 1}[fmt]
     engine = lmcache.LMCacheEngine(chunk_size=2, fmt=fmt)
     with pytest.raises(quire.BadStateError, match="store something first"):
-        lmcache.SPTBlendRetriever(engine)
+        _ = engine.memory
     for segment in (A, C):
         layers = [(torch.from_numpy(k), torch.from_numpy(v)) for k, v in kv(segment, token_dim)]
         engine.store(torch.tensor(segment), layers)
@@ -358,6 +358,23 @@ def test_store_retrieve_and_blend(fmt: str) -> None:
         _ = engine.memory
     with pytest.raises(quire.BadArgumentError, match="fmt"):
         lmcache.LMCacheEngine(fmt="other")
+
+
+def test_an_engine_may_be_empty() -> None:
+    def found(layer: int) -> list[int]:
+        result = retriever.new_request([torch.tensor(A + C)], [[len(A)]]).result(layer)
+        assert (result.k is None) == (result.v is None) == (not result.valid_mask.any())
+        return list(result.valid_mask.tolist())
+
+    engine = lmcache.LMCacheEngine(chunk_size=2)
+    with lmcache.SPTBlendRetriever(engine) as retriever:
+        assert found(0) == found(31) == [0] * 7
+        engine.store(C, kv(C))
+        assert found(0) == found(LAYERS - 1) == [0, 0, 0, 1, 1, 1, 1]
+        with pytest.raises(IndexError):
+            found(LAYERS)
+        engine.close()
+        assert found(0) == [0] * 7
 
 
 def test_encoders_that_are_set_rotate_keys() -> None:

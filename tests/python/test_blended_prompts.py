@@ -398,6 +398,8 @@ def test_blend_eval_compares_with_full_prefill(
     assert [row["agreement"] for row in ones] == [1, 1]
     assert all(row["left"] == 0 for row in ones)
     assert all(row["divergence"] > 0 for row in rows if row["blend"].get("ratio") == 0.0)
+    metrics = {row["blend"].get("metric", "v_l2") for row in rows}
+    assert metrics == {"v_l2", "k_l2", "kv_l2", "cosine", "random"}
     by_lot = [row["left"] for row in rows if row["blend"].get("metric") == "random"]
     assert len(by_lot) == 4 and all(0 < left < 1 for left in by_lot)
     assert len([row for row in rows if row["blend"].get("anchor") == "none"]) == 2

@@ -51,6 +51,7 @@ _MORE: tuple[dict[str, Any], ...] = (
     {"ratio": 0.15, "link_tokens": 0},
     {"ratio": 0.15, "link_tokens": 0, "metric": "random"},
     {"ratio": 0.15, "metric": "k_l2"},
+    {"ratio": 0.15, "metric": "kv_l2"},
     {"ratio": 0.15, "metric": "cosine"},
     {"ratio": 0.15, "metric": "random"},
     {"ratio": 0.15, "anchor": "none"},

@@ -8,13 +8,20 @@ token to one without KV, rows that are undefined change nothing, and arguments a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from quire import errors
-from quire.blend import BlendExecutor, BlendRetriever, KeyRotation, SegmentMemory
+from quire.blend import (
+    BlendExecutor,
+    BlendRetriever,
+    FoundSegment,
+    KeyRotation,
+    SegmentMemory,
+)
 from quire.blend.executor import beside, copy_of
 
 __all__ = ["CacheBlendImpl", "LMCacheEngine", "SPTBlendRetriever"]
@@ -64,11 +71,39 @@ class LMCacheEngine:
         self._memory = None
 
 
+class _Stored:
+    """What an engine has at the moment, as a SegmentSource: before the first ``store``, and after
+    ``close``, nothing. Any layer may be asked for until it is known how many there are."""
+
+    def __init__(self, engine: LMCacheEngine) -> None:
+        self._engine = engine
+        self._layer_count = sys.maxsize
+        self._nothing = SegmentMemory(1, token_dim=self.token_dim)
+
+    @property
+    def layer_count(self) -> int:
+        self._memory()
+        return self._layer_count
+
+    @property
+    def token_dim(self) -> int:
+        return _TOKEN_DIMS[self._engine.fmt]
+
+    def find(self, tokens: Any) -> FoundSegment:
+        return (self._memory() or self._nothing).find(tokens)
+
+    def _memory(self) -> SegmentMemory | None:
+        memory = self._engine._memory
+        if memory is not None:  # it stays known: what was found may outlive a ``close``
+            self._layer_count = memory.layer_count
+        return memory
+
+
 class SPTBlendRetriever(BlendRetriever):
     """Retrieves segments from an engine; ``metadata`` is taken as LMCache gives it and not read."""
 
     def __init__(self, cache_engine: LMCacheEngine, metadata: Any = None) -> None:
-        super().__init__(cache_engine.memory)
+        super().__init__(_Stored(cache_engine))
 
 
 class CacheBlendImpl(BlendExecutor):

@@ -54,6 +54,11 @@ _COUNTERS = {
     "preemptions": ("num_preemptions_total", "Answers that gave up their pages for others."),
     "drafted_tokens": ("spec_decode_num_draft_tokens_total", "Guessed tokens."),
     "accepted_tokens": ("spec_decode_num_accepted_tokens_total", "Of these, the right ones."),
+    "blend_moved_tokens": (
+        "blend_moved_tokens_total",
+        "Tokens of blended prompts whose KV was used at another place.",
+    ),
+    "blend_recomputed_tokens": ("blend_recomputed_tokens_total", "Of these, computed again."),
     "served_prompts": (
         "prefill_served_prompts_total",
         "Prompts that were sent to other processes.",

@@ -132,13 +132,12 @@ PrefixSpace PromptBlender::LearnerSpace(const Request& request,
 std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request& request) {
   std::vector<std::unique_ptr<Request>> learners;
   const bool has_windows = SmallestWindow(model().layers) != kNoWindow;
-  // As a whole: with less of it the blend would be another one. A sequence in work that has windows
-  // goes on, and then cannot be forked at the document's end any more; what is retained stays.
+  // As a whole, and retained: with less of it the blend would be another one. What a request in
+  // work holds may be gone before it is moved: that one is cancelled, or its windows go on past the
+  // document's end. A learner forks it if it is still there.
   const auto knows = [&](std::span<const int32_t> chain) {
-    const PrefixSpace space = LearnerSpace(request, chain);
-    const PrefixMatch match = has_windows ? parts_.prefix_cache->Find(chain, space)
-                                          : parts_.finder->FindExact(chain, space);
-    return match.length == std::ssize(chain);
+    return parts_.prefix_cache->Find(chain, LearnerSpace(request, chain)).length ==
+           std::ssize(chain);
   };
   const auto prompt = request.prompt_of(request.samples.front());
   const bool is_idle = request.blend->request().learn == DocumentLearning::kIdle;

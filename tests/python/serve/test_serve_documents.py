@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,21 @@ def test_usage_says_what_is_approximate(blending: Server) -> None:
     assert ones["moved_tokens"] == ones["recomputed_tokens"] > 0
     full = blending.post("/v1/chat/completions", body("full"))
     assert "blend" not in full["usage"]
+
+
+def test_metrics_count_what_was_moved(long_tiny: TinyModel) -> None:
+    with running(long_tiny.directory, "--blend-piece", "256", "--blend-unverified") as server:
+
+        def counters() -> list[int]:
+            _, _, page = server.request("GET", "/metrics")
+            names = ("moved", "recomputed")
+            found = [re.search(rf"quire:blend_{name}_tokens_total (\d+)", page) for name in names]
+            return [int(each[1]) for each in found if each is not None]
+
+        assert counters() == [0, 0]
+        blend = server.post("/v1/chat/completions", body("first", blend=0.1))["usage"]["blend"]
+        assert counters() == [blend["moved_tokens"], blend["recomputed_tokens"]]
+        assert 0 < blend["recomputed_tokens"] < blend["moved_tokens"]
 
 
 def test_documents_without_blend_are_a_part_of_the_prompt(
