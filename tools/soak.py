@@ -31,6 +31,7 @@ BUILD = ROOT / "build" / "release"
 BEGIN = "<!-- figures: written by tools/soak -->"
 END = "<!-- end of figures -->"
 SERVER = "tests/python/serve/test_serve_soak.py"
+ATTACKERS = "tests/python/serve/test_serve_attackers.py"
 HEAD = "| capability | what must not happen | reached | goal | rounds | date | commit | machine |"
 
 
@@ -163,6 +164,23 @@ CAPABILITIES = (
         100_000,
         "R8: idle, slow and hostile peers cost the server more than 64 MiB and 16 KiB each, or "
         "slow others to more than twice",
+    ),
+    Capability(
+        "slowhttptest",
+        ATTACKERS,
+        "test_slowhttptest",
+        "connections",
+        100_000,
+        "R8: slow headers, bodies and readers of slowhttptest cost more than the bound, or stay",
+    ),
+    Capability(
+        "wrk",
+        ATTACKERS,
+        "test_wrk",
+        "connections",
+        10_000,
+        "R8: hundreds of connections of one key that never pause get a wrong answer, or keep "
+        "another key from its own",
     ),
     Capability(
         "isolation",
