@@ -131,7 +131,7 @@ CAPABILITIES = (
     Capability(
         "tiers",
         "src/store/tiered/store_walk_test",
-        "*",
+        "*AccountsAreRight",
         "moves",
         10_000_000,
         "R14b: moves between RAM, disk and Redis with faults at each edge serve a wrong byte, "
@@ -189,6 +189,15 @@ CAPABILITIES = (
         "requests",
         1_000_000,
         "R12: a request finds KV that its tenant has not computed",
+    ),
+    Capability(
+        "collisions",
+        "src/store/tiered/store_walk_test",
+        "*CollidingKeyIsNotServed",
+        "collisions",
+        1_000_000,
+        "R12: a tier in which keys collide all the time gets a chunk of another text or tenant "
+        "served",
     ),
     Capability(
         "timing",
