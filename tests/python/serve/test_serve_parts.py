@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from quire import errors
 from quire.engine import Piece
 from quire.grammar import CompiledGrammar, Grammar
@@ -25,10 +26,11 @@ from quire.serve.grammar_queue import GrammarQueue
 from quire.serve.guard import Guard
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
-from quire.serve.protocol import ConnectionBook
+from quire.serve.protocol import ConnectionBook, LimitedProtocol
 from quire.serve.responses import _EventAnswer, event
 from quire.serve.service import Service
 from quire.serve.tenants import ANYONE, Tenant
+from uvicorn.server import ServerState
 
 DEADLINE = 30.0
 
@@ -368,6 +370,40 @@ def test_a_failed_answer_is_free_at_once() -> None:
     with _without_collector():
         asyncio.run(run())
         assert [each() for each in failed] == [None]
+
+
+def test_a_connection_that_idles_holds_nothing_of_its_last_request() -> None:
+    """It once held 10 KiB, and no connection that idles may hold more than 8."""
+    cycles: list[weakref.ref[Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        cycles.append(weakref.ref(receive.__self__))
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def run() -> None:
+        config = uvicorn.Config(app, log_config=None, lifespan="off", interface="asgi3")
+        config.load()
+        state = ServerState()
+        protocol = LimitedProtocol(
+            ConnectionBook(Limits()), config=config, server_state=state, app_state={}
+        )
+        loop = asyncio.get_running_loop()
+        async with await loop.create_server(lambda: protocol, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(2):
+                writer.write(b"GET /a HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200")
+            while state.tasks:
+                await asyncio.sleep(0)
+            assert [cycle() for cycle in cycles] == [None, None]
+            assert (protocol.headers, protocol.url) == ([], b"")
+            writer.close()
+
+    with _without_collector():
+        asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
 @contextlib.contextmanager
