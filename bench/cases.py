@@ -994,12 +994,34 @@ def _arrivals_case(model: models.Model) -> Case:
     )
 
 
+def _server_start_case(model: models.Model, connections: int) -> Case:
+    """Connections that idle are asked of Quire alone: llama-server has a thread for each."""
+    return Case(
+        name=f"serve/{model.name}/start",
+        group="m",
+        sides=(
+            Side("Quire", "quire-serve-start", {"connections": connections}),
+            Side("llama-server", "llama-serve-start", {"connections": 0}),
+        ),
+        metrics=(
+            Metric("start", "s", goals=(Goal("llama-server", 0.5, adds=True),)),
+            Metric("memory at start", "MiB"),
+            Metric("memory of idle connections", "MiB"),
+            Metric("idle connection by its bound", "times", goals=(Goal("most", 1.0),)),
+        ),
+        model=model.name,
+        tokens=4096,
+        length=4096,
+    )
+
+
 def _serving_cases() -> list[Case]:
     cases = []
     for name in models.NAMES:
         model = models.describe(name)
         cases += [_clients_case(model, clients, 512, 64) for clients in (1, 8, 32)]
         cases += [_chats_case(model), _branches_case(model), _arrivals_case(model)]
+        cases += [_server_start_case(model, 500)]
     return cases
 
 
@@ -1243,6 +1265,7 @@ def smoke_cases(threads: int) -> list[Case]:
             600,
             answers=3,
         ),
+        _server_start_case(models.describe("embedded"), 500),
         _beams_case(2, 8, 2, quick=True),
         _move_case("1.1b", 64, quick=True),
         _pair_case(models.describe("embedded"), 48, 0.05, quick=True),

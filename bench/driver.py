@@ -12,6 +12,7 @@ import argparse
 import compileall
 import datetime
 import fnmatch
+import http.client
 import importlib.util
 import json
 import os
@@ -28,6 +29,7 @@ import cases as case_list
 import measure
 import models
 import report
+import serving
 from cases import Case, Side
 from serving_workers import LlamaServing, quire_server, vllm_server
 from workers import (
@@ -362,6 +364,10 @@ class Workers:
             return QuireStart(lambda: self._quire_engine(log, load), case)
         if kind == "llama-start":
             return LlamaStart(lambda: self._llama_server(log, case), case)
+        if kind == "quire-serve-start":
+            return ServerStart(lambda: self._serving("quire-serve", log, case), case)
+        if kind == "llama-serve-start":
+            return ServerStart(lambda: self._serving("llama-serve", log, case), case)
         raise AssertionError(kind)
 
     def _vllm_engine(self, log: Path, load: dict[str, Any]) -> LineWorker:
@@ -579,6 +585,30 @@ class QuireStart:
 
 class LlamaStart(QuireStart):
     """The same with llama-server, which says itself how long it took."""
+
+
+class ServerStart(QuireStart):
+    """Starts a server anew in each round, until it answers; then come connections that stay."""
+
+    def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]:
+        server = self._start()
+        self.version = server.version
+        try:
+
+            def memory() -> int:
+                return sum(server.memory().values())
+
+            samples = {
+                "start": [float(server.start_seconds)],
+                "memory at start": [float(memory())],
+            }
+            if request["connections"]:
+                samples |= serving.idle_connections(server.port, memory, request["connections"])
+        except (OSError, http.client.HTTPException) as error:
+            raise WorkerError(f"{key}: {error!r}; {server.log_tail()}") from None
+        finally:
+            server.close()
+        return samples
 
 
 class Run:

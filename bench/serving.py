@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import http.client
 import json
 import random
 import statistics
@@ -16,7 +17,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 Samples = dict[str, list[float]]
-_MAX_STEP_SECONDS = 0.1  # --max-step-ms of `quire serve`, by default
+_IDLE_BYTES = 8 << 10  # that a connection without a request may take
+_IDLE_PATIENCE_SECONDS = 60.0
 
 
 @dataclasses.dataclass
@@ -213,8 +215,16 @@ class Work:
             "first token": [seen.first_token for seen in firsts],
             "between tokens, quiet p99": [_p99(quiet)],
             "between tokens, p99": [p99],
-            "p99 by its bound": [p99 / max(_MAX_STEP_SECONDS, 1.25 * _p99(quiet))],
+            "p99 by its bound": [p99 / max(_max_step_seconds(), 1.25 * _p99(quiet))],
         }
+
+
+def _max_step_seconds() -> float:
+    """--max-step-ms of `quire serve`, by default."""
+    from quire import _options
+
+    milliseconds: int = _options.ENGINE["max_step_ms"].default
+    return milliseconds / 1000
 
 
 async def _until_next(tasks: list[asyncio.Future[None]]) -> None:
@@ -232,3 +242,31 @@ async def measure(ask: Ask, vocab_size: int, seed: int, kind: str, **shape: Any)
     work = Work(ask, vocab_size, seed)
     samples: Samples = await getattr(work, kind)(**shape)
     return samples
+
+
+def idle_connections(port: int, memory: Callable[[], int], connections: int) -> Samples:
+    """Connections that have asked once and stay open, and the memory that the server has for them.
+
+    memory: bytes of the server. REQUIRES: one in which no connections were before, whose memory it
+        would use again.
+    """
+
+    def ask(stack: contextlib.ExitStack) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_IDLE_PATIENCE_SECONDS)
+        stack.enter_context(contextlib.closing(connection))
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        answer.read()
+        if answer.status != 200:
+            raise OSError(f"/health: {answer.status}")
+
+    with contextlib.ExitStack() as stack:
+        ask(stack)  # what the first one of all brings is not that of a connection
+        before = memory()
+        for _ in range(connections):
+            ask(stack)
+        grown = memory() - before
+    return {
+        "memory of idle connections": [float(grown)],
+        "idle connection by its bound": [grown / connections / _IDLE_BYTES],
+    }

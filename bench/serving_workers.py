@@ -70,10 +70,12 @@ class CompletionServer(Process):
         **options: Any,
     ) -> None:
         self.version = version
-        port = free_port()
+        self.port = port = free_port()
         arguments = [*command, "--port", str(port)]
+        begin = time.perf_counter()
         super().__init__(arguments, log, stdout=subprocess.DEVNULL, **options)
         self._wait_until_ready(name, port, patience)
+        self.start_seconds = time.perf_counter() - begin
 
         def body(prompt: list[int], tokens: int) -> dict[str, Any]:
             asked = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": True}
@@ -119,6 +121,7 @@ def quire_server(
     command = [sys.executable, "-m", "quire", "serve", str(model), "--served-model-name", "m"]
     command += ["--threads", str(load["threads"]), "--kv-bytes", str(load["kv_bytes"])]
     command += ["--max-num-sequences", str(load["sequences"]), "--limit", "wait_seconds=100000"]
+    command += ["--limit", "connections_per_address=10000"]
     import quire
 
     version = f"Quire {quire.__version__}"

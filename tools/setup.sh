@@ -88,12 +88,20 @@ missing_test_packages() {
   command -v chromium >/dev/null || echo chromium  # uses the page of `quire serve`
 }
 
+# Programs that hurt servers, and one that reads metrics: tests without them are skipped.
+missing_soak_packages() {
+  missing_test_packages
+  command -v slowhttptest >/dev/null || echo slowhttptest
+  command -v wrk >/dev/null || echo wrk
+  command -v promtool >/dev/null || echo prometheus
+}
+
 missing_docs_packages() {
   missing_run_packages
   command -v doxygen >/dev/null || echo doxygen
 }
 
-# install_system run|test|docs
+# install_system run|test|soak|docs
 install_system() {
   local packages as_root=()
   mapfile -t packages < <("missing_$1_packages" | sort -u)

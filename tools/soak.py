@@ -31,6 +31,7 @@ BUILD = ROOT / "build" / "release"
 BEGIN = "<!-- figures: written by tools/soak -->"
 END = "<!-- end of figures -->"
 SERVER = "tests/python/serve/test_serve_soak.py"
+ATTACKERS = "tests/python/serve/test_serve_attackers.py"
 HEAD = "| capability | what must not happen | reached | goal | rounds | date | commit | machine |"
 
 
@@ -130,7 +131,7 @@ CAPABILITIES = (
     Capability(
         "tiers",
         "src/store/tiered/store_walk_test",
-        "*",
+        "*AccountsAreRight",
         "moves",
         10_000_000,
         "R14b: moves between RAM, disk and Redis with faults at each edge serve a wrong byte, "
@@ -165,12 +166,38 @@ CAPABILITIES = (
         "slow others to more than twice",
     ),
     Capability(
+        "slowhttptest",
+        ATTACKERS,
+        "test_slowhttptest",
+        "connections",
+        100_000,
+        "R8: slow headers, bodies and readers of slowhttptest cost more than the bound, or stay",
+    ),
+    Capability(
+        "wrk",
+        ATTACKERS,
+        "test_wrk",
+        "connections",
+        10_000,
+        "R8: hundreds of connections of one key that never pause get a wrong answer, or keep "
+        "another key from its own",
+    ),
+    Capability(
         "isolation",
         SERVER,
         "test_isolation",
         "requests",
         1_000_000,
         "R12: a request finds KV that its tenant has not computed",
+    ),
+    Capability(
+        "collisions",
+        "src/store/tiered/store_walk_test",
+        "*CollidingKeyIsNotServed",
+        "collisions",
+        1_000_000,
+        "R12: a tier in which keys collide all the time gets a chunk of another text or tenant "
+        "served",
     ),
     Capability(
         "timing",

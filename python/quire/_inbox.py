@@ -74,6 +74,11 @@ class Mail:
         self._told_of_steps = False
         return batch
 
+    def clear(self) -> None:
+        """Nobody will take what is there."""
+        while self.take(block=False) is not None:
+            pass
+
 
 class Addressee(Protocol):
     """A request. What still comes of one that is dropped is not handed out."""
@@ -133,11 +138,10 @@ class Inbox(Generic[_Request]):
                 request = self.requests.get(request_id)
                 if request is not None and not request.dropped:
                     batches.setdefault(request.mail, []).append((request_id, output))
-            tickers = list(self.tickers)
-        for mail in tickers:
-            mail.tell_of_steps(int(fields["steps"]))
-        for mail, batch in batches.items():
-            mail.put(batch)
+            for mail in list(self.tickers):
+                mail.tell_of_steps(int(fields["steps"]))
+            for mail, batch in batches.items():  # none after a request was dropped
+                mail.put(batch)
 
     def _call_on_step(self) -> None:
         on_step = self.on_step

@@ -1614,6 +1614,7 @@ class Stream(Iterator[Piece]):
         self._engine._inbox.tickers.discard(self._mail)
         self._engine._drop(self._request)
         self._open = False
+        self._mail.clear()
         self._mail.put([])  # wakes a thread that waits
 
     def __enter__(self) -> Stream:

@@ -253,6 +253,17 @@ def test_an_interrupt_at_any_place_leaves_no_request(own: quire.Engine, way: str
     assert count > 10
 
 
+def test_a_closed_stream_holds_nothing(own: quire.Engine) -> None:
+    """What had come and was not taken once stayed as long as the stream."""
+    stream = own.stream("The quick", **LONG)
+    next(stream)
+    own.generate("x", max_tokens=20, ignore_eos=True)  # steps that nobody takes
+    assert not stream._mail._batches.empty()
+    stream.close()
+    own.generate("x", max_tokens=20, ignore_eos=True)
+    assert (stream._mail.take(False), stream._mail.take(False)) == ([], None)  # and a wake-up
+
+
 def test_stats_wait_for_what_was_asked_before(own: quire.Engine) -> None:
     stream = own.stream("The quick", **LONG)
     next(stream)

@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from quire.engine import (
     Stream,
     Usage,
 )
+from quire.serve.limits import Limits
 
 __all__ = ["Answer", "Delta", "Streams"]
 
@@ -32,10 +34,9 @@ T = TypeVar("T")
 _STEPS_PER_TURN = 16  # of one answer, before others and their sockets have a turn
 _TURN_SECONDS = 0.01  # of taking tokens, before sockets have a turn
 _POOL_THREADS = 4  # tokenizing and templates; more would only take turns with each other
-
-
-# Memory of what waits for a client, about: a token's id and logprob, one of its alternatives, and a
-# character of text.
+_LOOK_SECONDS = 0.1  # how soon the engine's thread sees that the event loop has ended
+# Memory of what waits for a client or is kept for it, about: a token's id and logprob, one of its
+# alternatives, and a character of text.
 _TOKEN_BYTES = 64
 _ALTERNATIVE_BYTES = 128
 _CHARACTER_BYTES = 4
@@ -79,19 +80,24 @@ class Answer:
     """A submitted request, of one prompt or several: its deltas, then its result. Samples are
     numbered through all prompts.
 
+    prompt_tokens: of all prompts.
     submitted, first_token: times of the event loop's clock in seconds; the latter None before it.
     measured: whether the server's metrics count it. result: set with the last delta.
+    held_bytes: of memory, about: of what `next` has not given, and of what is kept for the result.
     """
 
     def __init__(
-        self, streams: Streams, opened: list[Stream], now: float, measured: bool
+        self, streams: Streams, opened: list[Stream], now: float, measured: bool, keep: bool
     ) -> None:
+        self.prompt_tokens = sum(stream.prompt_tokens for stream in opened)
         self.submitted = now
         self.measured = measured
         self.first_token: float | None = None
         self.result: Result | None = None
+        self.held_bytes = 0
         self._streams = streams
         self._opened = opened
+        self._keep = keep
         self._results: dict[int, Result] = {}  # by prompt
         self._deltas: dict[int, Delta] = {}  # by sample: what `next` has not given
         self._unread_bytes = 0  # of these, about
@@ -108,14 +114,10 @@ class Answer:
         """Prompt tokens that were not computed; known with the first delta."""
         return sum(stream.cached_tokens or 0 for stream in self._opened)
 
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(stream.prompt_tokens for stream in self._opened)
-
     async def next(self, timeout: float) -> list[Delta] | None:
         """All that came since the last call, one delta for each sample that got something, in their
         order; waits until there is something. [] at the end, None after `timeout` seconds without
-        anything. Raises QuireError, and what `fail` was given."""
+        anything. Raises QuireError, and what `fail` was given, once."""
         if not self._deltas and self._error is None and self.result is None:
             self._news.clear()
             try:
@@ -123,21 +125,52 @@ class Answer:
                     await self._news.wait()
             except TimeoutError:
                 return None
-        deltas, self._deltas = self._deltas, {}
-        self._unread_bytes = 0
-        if not deltas and self._error is not None:
-            raise self._error
+        deltas = self._take_unread()
+        error = self._error
+        if not deltas and error is not None:
+            self._error = None
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: both would stay until they are found
         return [deltas[sample] for sample in sorted(deltas)]
+
+    def _take_unread(self) -> dict[int, Delta]:
+        deltas, self._deltas = self._deltas, {}
+        if not self._keep:
+            self._hold(-self._unread_bytes)
+        self._unread_bytes = 0
+        return deltas
+
+    def _hold(self, more_bytes: int) -> None:
+        self.held_bytes += more_bytes
+        self._streams.held_bytes += more_bytes
 
     def fail(self, error: BaseException) -> None:
         """Ends the request; `next` raises the error once it has given what came before."""
         if self.result is None and self._error is None:
             self._error = error
             self._news.set()
+        self._end()
+
+    def give_up(self, error: BaseException) -> None:
+        """Ends the request and what it holds: all that `next` still gives is the error."""
         self.close()
+        self.result = None
+        self._error = error
+        self._news.set()
 
     def close(self) -> None:
-        """Ends the request if it has not ended: its pages are free before the next step."""
+        """Ends the request if it has not ended: its pages are free before the next step. What was
+        not taken is gone."""
+        self._end()
+        self._take_unread()
+        self._opened.clear()
+        self._results.clear()
+        self._hold(-self.held_bytes)
+        self._streams.holders.pop(self, None)
+
+    def _end(self) -> None:
         self._streams._forget(self)
         for stream in self._opened:
             stream.close()
@@ -158,9 +191,12 @@ class Answer:
         if self.result is not None:
             self._streams._forget(self)
             self._news.set()
-        if self._unread_bytes > self._streams.unread_bytes_max:
-            self.fail(self._streams.unread())
         return tokens
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether it is not over and more waits for its client than may."""
+        return self.result is None and self._unread_bytes > self._streams.limits.unread_bytes
 
     def _take(self, prompt: int, pieces: list[Piece]) -> int:
         for piece in pieces:
@@ -180,37 +216,49 @@ class Answer:
         delta.logprobs += piece.logprobs or []
         delta.top_logprobs += tops
         delta.finish_reason = piece.finish_reason or delta.finish_reason
-        self._unread_bytes += _TOKEN_BYTES * len(piece.ids) + _CHARACTER_BYTES * len(piece)
-        self._unread_bytes += _ALTERNATIVE_BYTES * sum(map(len, tops))
+        size = _TOKEN_BYTES * len(piece.ids) + _CHARACTER_BYTES * len(piece)
+        size += _ALTERNATIVE_BYTES * sum(map(len, tops))
+        self._unread_bytes += size
+        self._hold(size)
 
 
 class Streams:
     """All requests of one engine.
 
+    What is computed and not sent is bounded: the engine has the pace of the event loop, which takes
+    what comes whether or not a client does; an answer that then waits for its client is given up at
+    `unread_bytes`, and the largest one where all together hold more than `answers_bytes`.
+
+    held_bytes: of all `holders`, the answers that were not closed.
+
     Args:
         engine: its `on_step` is used here.
         on_tokens: is given an answer, the number of its new tokens and the time of the event loop's
             clock, once per step and measured answer.
-        unread_bytes_max: of what an answer keeps for a client that does not take it.
-        unread: gives the error of an answer that passed it.
+        refuse: counts a limit that was met and gives the error of it, as ConnectionBook.refuse.
     """
 
     def __init__(
         self,
         engine: Engine,
         on_tokens: Callable[[Answer, int, float], None],
-        unread_bytes_max: int,
-        unread: Callable[[], BaseException],
+        limits: Limits,
+        refuse: Callable[[str, int, str], BaseException],
     ) -> None:
-        self.unread_bytes_max = unread_bytes_max
-        self.unread = unread
+        self.limits = limits
         self.answers: dict[Answer, None] = {}  # the one that was looked at last is the last one
+        self.holders: dict[Answer, None] = {}
+        self.held_bytes = 0
         self.last_token = -float("inf")  # when an answer last got a token
         self._engine = engine
         self._on_tokens = on_tokens
+        self._refuse = refuse
         self._loop = asyncio.get_running_loop()
         self._pool = concurrent.futures.ThreadPoolExecutor(_POOL_THREADS, "quire-serve")
         self._woken = False  # a turn of _poll_all is on its way
+        self._behind = False  # not all that was handed out was looked at
+        self._closed = False
+        self._changed = threading.Condition()  # guards the two; the loop ends no turn without it
         engine.on_step = self._wake
 
     async def submit(
@@ -229,8 +277,9 @@ class Streams:
         except asyncio.CancelledError:
             future.add_done_callback(_close_result)
             raise
-        answer = Answer(self, opened, self._loop.time(), measured)
+        answer = Answer(self, opened, self._loop.time(), measured, keep)
         self.answers[answer] = None
+        self.holders[answer] = None
         self._poll(answer, self._loop.time())
         return answer
 
@@ -254,33 +303,56 @@ class Streams:
         for answer in list(self.answers):
             answer.fail(errors.ClosedError("the server ends"))
         self._engine.on_step = None
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         self._pool.shutdown(wait=False)
 
     def _wake(self) -> None:
-        """From the engine's thread, once per step. Steps share a turn of a loop that is slower."""
-        if self._woken:
-            return
-        self._woken = True
-        try:
-            self._loop.call_soon_threadsafe(self._poll_all)
-        except RuntimeError:
-            pass  # the event loop has ended, and with it all that waited
+        """From the engine's thread, after it has handed out what came. It returns once what was
+        handed out before was looked at: so the engine is ahead of a loop that is slower by two of
+        these, and by the steps that the library has. Steps share a turn of the loop."""
+        with self._changed:
+            while self._behind and not self._closed and not self._loop.is_closed():
+                self._changed.wait(_LOOK_SECONDS)
+            self._behind = True
+            try:
+                self._turn_soon(self._loop.call_soon_threadsafe)
+            except RuntimeError:
+                pass  # the event loop has ended, and with it all that waited
+
+    def _turn_soon(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
+        if not self._woken:
+            self._woken = True
+            call_soon(self._poll_all)
 
     def _poll_all(self) -> None:
+        """One turn. The engine goes on after one that leaves nothing to a next turn."""
+        self._woken = False  # before the answers are looked at: what comes meanwhile wakes again
+        try:
+            self._poll_some()
+        finally:
+            with self._changed:
+                if not self._woken:
+                    self._behind = False
+                    self._changed.notify_all()
+
+    def _poll_some(self) -> None:
         """Looks at the answers that wait for their first token, then at the others in turns, until
         the time of a turn is over: where tokens come faster than they are sent, connections are
         served all the same."""
-        self._woken = False  # before the answers are looked at: what comes meanwhile wakes again
         now = self._loop.time()
         begun = [answer for answer in self.answers if answer.first_token is not None]
         for answer in [answer for answer in self.answers if answer.first_token is None]:
-            self._poll(answer, now)
+            if answer in self.answers:  # else it was given up for another one
+                self._poll(answer, now)
         for answer in begun:
             if self._loop.time() - now >= _TURN_SECONDS:
-                return self._poll_soon()
-            del self.answers[answer]
-            self.answers[answer] = None
-            self._poll(answer, now)
+                return self._turn_soon(self._loop.call_soon)
+            if answer in self.answers:
+                del self.answers[answer]
+                self.answers[answer] = None
+                self._poll(answer, now)
 
     def _poll(self, answer: Answer, now: float) -> None:
         tokens = answer._poll(now)
@@ -289,12 +361,18 @@ class Streams:
         self.last_token = now
         if answer.measured:
             self._on_tokens(answer, tokens, now)
-        self._poll_soon()  # there may be more than one turn takes
+        self._keep_bounds(answer)
+        self._turn_soon(self._loop.call_soon)  # there may be more than one turn takes
 
-    def _poll_soon(self) -> None:
-        if not self._woken:
-            self._woken = True
-            self._loop.call_soon(self._poll_all)
+    def _keep_bounds(self, answer: Answer) -> None:
+        limits = self.limits
+        if answer.is_unread:
+            message = f"the client did not take its answer: more than {limits.unread_bytes} bytes"
+            answer.give_up(self._refuse("unread_bytes", 408, f"{message} of it waited"))
+        while self.held_bytes > limits.answers_bytes:
+            largest = max(self.holders, key=lambda holder: holder.held_bytes)
+            message = f"answers take more than {limits.answers_bytes} bytes, and this one most"
+            largest.give_up(self._refuse("answers_bytes", 503, message))
 
     def _forget(self, answer: Answer) -> None:
         self.answers.pop(answer, None)

@@ -28,7 +28,7 @@ class JsonLimits:
     string_bytes: int = 4 << 20
 
 
-def parse_object(body: bytes, limits: JsonLimits = JsonLimits()) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray, limits: JsonLimits = JsonLimits()) -> dict[str, Any]:
     """The object of a request's body. Problem (400) for all else."""
     _check_size(body, limits)
     try:
@@ -44,7 +44,7 @@ def parse_object(body: bytes, limits: JsonLimits = JsonLimits()) -> dict[str, An
     return value
 
 
-def _check_size(body: bytes, limits: JsonLimits) -> None:
+def _check_size(body: bytes | bytearray, limits: JsonLimits) -> None:
     depth = keys = containers = strings = 0
     for match in _TOKENS.finditer(body):
         token = body[match.start()]

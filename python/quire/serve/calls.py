@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 import time
+from collections.abc import AsyncIterator
 from typing import Any, TextIO
 
 from starlette.requests import ClientDisconnect, Request
@@ -72,14 +74,16 @@ async def read_fields(request: Request, service: Service) -> Fields:
         # Also what keeps pages of other origins out, which cannot send it without being asked.
         shown = kind[:80] or "missing"
         raise Problem(415, f"content-type is {shown}; it must be application/json")
-    body = await _read_body(request, service)
-    if len(body) > _LARGE_BODY_BYTES:
-        return Fields(await service.streams.run(parse_object, body))
-    return Fields(parse_object(body))
+    async with _body_of(request, service) as body:
+        if len(body) > _LARGE_BODY_BYTES:
+            return Fields(await service.streams.run(parse_object, body))
+        return Fields(parse_object(body))
 
 
-async def _read_body(request: Request, service: Service) -> bytes:
-    """The protocol keeps the limits of one body, and this one that of all together."""
+@contextlib.asynccontextmanager
+async def _body_of(request: Request, service: Service) -> AsyncIterator[bytearray]:
+    """The protocol keeps the limits of one body, and this one that of all together: those that are
+    read, and those that are parsed or wait for it."""
     body = bytearray()
     try:
         async for part in request.stream():
@@ -87,11 +91,11 @@ async def _read_body(request: Request, service: Service) -> bytes:
             service.body_bytes += len(part)
             if service.body_bytes > service.limits.bodies_bytes:
                 raise service.book.refuse("bodies_bytes", 503, "too many large bodies at a time")
+        yield body
     except ClientDisconnect:
         raise ClientGone from None
     finally:
         service.body_bytes -= len(body)
-    return bytes(body)
 
 
 def check_unknown(fields: Fields, service: Service) -> dict[str, str]:

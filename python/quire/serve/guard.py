@@ -74,10 +74,13 @@ class Guard:
             await self._app(scope, receive, sender)
         except ClientGone:
             call.facts["gone"] = True
-        except (Problem, HTTPException) as error:
-            problem = error if isinstance(error, Problem) else _not_found(scope, error)
+        except Problem as problem:  # it has no other name here: its traceback has this frame
             call.facts["error"] = problem.code or problem.type
             await self._tell(scope, receive, sender, problem)
+        except HTTPException as error:
+            found = _not_found(scope, error)
+            call.facts["error"] = found.code or found.type
+            await self._tell(scope, receive, sender, found)
         except Exception as error:
             self._log.write("error", "defect", id=id, error=f"{type(error).__name__}: {error}")
             await self._tell(scope, receive, sender, defect(id))

@@ -14,13 +14,14 @@ class Limits:
     header_*: of one request's line and headers together; header_seconds: from their first byte.
     body_*: of one request's body; it must come at body_rate_least bytes/s, after a grace of
         body_grace_seconds.
-    bodies_bytes: of all bodies that are being read.
+    bodies_bytes: of all bodies that are being read or parsed.
     connections, connections_per_address: those of IPv6 are counted per /64.
     idle_seconds: of a connection without a request.
     pipelined: requests of one connection that wait for the one in work.
     write_buffer_bytes: answers that the client has not taken; one that takes nothing of them for
         slow_client_seconds is cancelled.
     unread_bytes: of an answer's tokens that wait for a place in that buffer.
+    answers_bytes: of the tokens of all answers that wait so, or are kept until an answer is whole.
     queue, queue_per_key: requests that wait in the engine for their turn.
     wait_seconds: a request that is predicted to wait longer is refused.
     grammars, grammars_per_key: that are being compiled or wait for it.
@@ -49,6 +50,7 @@ class Limits:
     write_buffer_bytes: int = 256 << 10
     slow_client_seconds: float = 30.0
     unread_bytes: int = 1 << 20
+    answers_bytes: int = 256 << 20
     queue: int = 1024
     queue_per_key: int = 64
     wait_seconds: float = 60.0

@@ -324,6 +324,15 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._in_header:
             self._unset_keepalive_if_required()
             self._start_read_timer(self._limits.header_seconds, self._refuse_late_header)
+        elif not self._in_body and not self._answering:
+            self._forget_request()
+
+    def _forget_request(self) -> None:
+        """A connection that idles holds nothing of its last request."""
+        self.cycle = self._running = None  # type: ignore[assignment]
+        self.scope = None  # type: ignore[assignment]
+        self.headers = []
+        self.url = b""
 
     # ---- Refusals
 

@@ -167,11 +167,14 @@ class _EventAnswer:
                     raise
                 except Exception as error:
                     problem = self._problem_of(error)
-                    await _send_part(send, self._view.failed(problem), more=True)
-                    await _send_part(send, b"", more=False)
-                    if isinstance(error, errors.QuireError):
-                        raise problem from None
-                    raise  # of a defect the log has more
+                    try:
+                        await _send_part(send, self._view.failed(problem), more=True)
+                        await _send_part(send, b"", more=False)
+                        if isinstance(error, errors.QuireError):
+                            raise problem from None
+                        raise  # of a defect the log has more
+                    finally:
+                        del problem  # its traceback has this frame: both would stay
                 await _send_part(send, b"", more=False)
 
     def _problem_of(self, error: Exception) -> Problem:

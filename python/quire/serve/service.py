@@ -61,7 +61,7 @@ class Service:
         self.book = ConnectionBook(limits)
         self.metrics = Metrics(self.book)
         self.admission = Admission(limits, engine.max_num_sequences, tenants.share_total)
-        self.streams = Streams(engine, self._note_tokens, limits.unread_bytes, self._unread)
+        self.streams = Streams(engine, self._note_tokens, limits, self.book.refuse)
         self.grammars = GrammarQueue(engine, limits, self.book.refuse)
         self.kept = KeptResponses(limits)
         self.held_kv = HeldKV(engine, tenants)
@@ -169,10 +169,6 @@ class Service:
                 self.metrics.inter_token_latency.observe(0.0, tokens - 1)
         else:
             self.metrics.inter_token_latency.observe((now - before) / tokens, tokens)
-
-    def _unread(self) -> Problem:
-        message = f"the client did not take its answer: more than {self.limits.unread_bytes} bytes"
-        return self.book.refuse("unread_bytes", 408, message + " of it waited")
 
     # ---- Health
 

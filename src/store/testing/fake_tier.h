@@ -43,18 +43,21 @@ class FakeTier final : public ChunkTier {
   };
   struct Calls {
     int64_t prefix = 0, reads = 0, writes = 0;
-    int64_t asks = 0;  // calls of Prefixes, each with those of Prefix in it
+    int64_t asks = 0;        // calls of Prefixes, each with those of Prefix in it
+    int64_t collisions = 0;  // reads that found a chunk of another key
     std::map<ChunkKey, int64_t> chunk_reads{}, chunk_writes{};
   };
 
-  FakeTier(TierKind kind, std::shared_ptr<FakeClock> clock)
-      : kind_(kind), clock_(std::move(clock)) {}
+  // It finds chunks by the first `key_bits` bits of their keys, at most 8, and by no salt; 0 = by
+  // whole ids.
+  FakeTier(TierKind kind, std::shared_ptr<FakeClock> clock, int key_bits = 0)
+      : kind_(kind), clock_(std::move(clock)), key_bits_(key_bits) {}
 
   // ---- The test's side
   // One that has the same chunks and follows the same script, for a store that is opened again.
   std::unique_ptr<FakeTier> Copy() const {
     const std::lock_guard lock(mutex_);
-    auto copy = std::make_unique<FakeTier>(kind_, clock_);
+    auto copy = std::make_unique<FakeTier>(kind_, clock_, key_bits_);
     copy->script_ = script_;
     copy->chunks_ = chunks_;
     return copy;
@@ -81,7 +84,7 @@ class FakeTier final : public ChunkTier {
   }
   void Drop(const ChunkKey& key) {
     const std::lock_guard lock(mutex_);
-    std::erase_if(chunks_, [&](const auto& entry) { return entry.first.key == key; });
+    std::erase_if(chunks_, [&](const auto& entry) { return entry.first.key == Cut(key); });
   }
 
   // ---- ChunkTier
@@ -129,7 +132,9 @@ class FakeTier final : public ChunkTier {
       for (size_t i = 0; i < items.size(); ++i) {
         ++calls_.chunk_reads[items[i].id.key];
         const Entry* entry = Find(items[i].id);
-        if (entry != nullptr) readings[i].chunk = entry->chunk;
+        if (entry == nullptr) continue;
+        readings[i].chunk = entry->chunk;
+        calls_.collisions += entry->chunk->header().key != items[i].id.key ? 1 : 0;
       }
     }
     int64_t ns = script.read_ns;
@@ -161,8 +166,8 @@ class FakeTier final : public ChunkTier {
       if (script_.write.ok()) {
         ChunkBuffer copy(static_cast<int64_t>(item.chunk->bytes().size()));
         std::memcpy(copy.bytes().data(), item.chunk->bytes().data(), copy.bytes().size());
-        chunks_.try_emplace(
-            item.id, Entry{std::make_shared<StoredChunk>(item.chunk->header(), std::move(copy))});
+        chunks_.try_emplace(Cut(item.id), Entry{std::make_shared<StoredChunk>(item.chunk->header(),
+                                                                              std::move(copy))});
       }
       outcomes.push_back(script_.write);
     }
@@ -201,7 +206,8 @@ class FakeTier final : public ChunkTier {
   Result<int64_t> Clear(const Digest& fingerprint, const ChunkKey& root, int64_t) override {
     const std::lock_guard lock(mutex_);
     return static_cast<int64_t>(std::erase_if(chunks_, [&](const auto& entry) {
-      return entry.first.fingerprint == fingerprint && entry.first.root == root;
+      return entry.first.fingerprint == fingerprint &&
+             entry.first.root == Cut({.fingerprint = fingerprint, .root = root}).root;
     }));
   }
   Result<std::vector<ChunkListing>> List(int64_t) override {
@@ -218,7 +224,7 @@ class FakeTier final : public ChunkTier {
     const std::lock_guard lock(mutex_);
     ++calls_.chunk_reads[key];
     for (const auto& [id, entry] : chunks_)
-      if (id.key == key) return std::shared_ptr<const StoredChunk>(entry.chunk);
+      if (id.key == Cut(key)) return std::shared_ptr<const StoredChunk>(entry.chunk);
     return Status(StatusCode::kNotFound, "fake: not there");
   }
   Result<int64_t> Verify(int64_t) override { return int64_t{0}; }
@@ -258,11 +264,22 @@ class FakeTier final : public ChunkTier {
     reading->ended = true;
     sink.OnEnd(i, status);
   }
+  ChunkKey Cut(const ChunkKey& key) const {
+    if (key_bits_ == 0) return key;
+    ChunkKey cut;
+    cut.digest.bytes[0] = static_cast<uint8_t>(key.digest.bytes[0] >> (8 - key_bits_));
+    return cut;
+  }
+  ChunkId Cut(const ChunkId& id) const {
+    if (key_bits_ == 0) return id;
+    return {.fingerprint = id.fingerprint, .root = {}, .key = Cut(id.key)};
+  }
   std::map<ChunkId, Entry>::iterator FindKey(const ChunkKey& key) {
-    return std::ranges::find_if(chunks_, [&](const auto& entry) { return entry.first.key == key; });
+    return std::ranges::find_if(chunks_,
+                                [&](const auto& entry) { return entry.first.key == Cut(key); });
   }
   const Entry* Find(const ChunkId& id) const {
-    const auto at = chunks_.find(id);
+    const auto at = chunks_.find(Cut(id));
     if (at == chunks_.end()) return nullptr;
     const bool expired = at->second.expires_ms != 0 && at->second.expires_ms <= clock_->WallMs();
     return expired ? nullptr : &at->second;
@@ -326,6 +343,7 @@ class FakeTier final : public ChunkTier {
 
   const TierKind kind_;
   const std::shared_ptr<FakeClock> clock_;
+  const int key_bits_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   Script script_;

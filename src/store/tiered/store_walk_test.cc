@@ -56,7 +56,8 @@ bool IsSame(const StoredChunk& got, const StoredChunk& wanted) {
 
 class StoreWalk {
  public:
-  explicit StoreWalk(uint64_t seed) : random_(seed) {
+  // `key_bits`: of FakeTier.
+  explicit StoreWalk(uint64_t seed, int key_bits = 0) : random_(seed) {
     for (const char* salt : kSalts) {
       for (int64_t i = 0; i < kChains; ++i) {
         Chain chain = {TestKeys(salt), TestChain(kLength, i, {}, salt), {}, {}, {}};
@@ -77,7 +78,7 @@ class StoreWalk {
     options_.promote = random_.Below(4) != 0;
     options_.clock = clock_;
     disk_bytes_max_ = (8 + random_.Below(24)) * bytes;
-    Open(std::make_unique<FakeTier>(TierKind::kRedis, clock_));
+    Open(std::make_unique<FakeTier>(TierKind::kRedis, clock_, key_bits));
   }
 
   void Run(int steps) {
@@ -95,6 +96,7 @@ class StoreWalk {
   int64_t hits() const { return hits_; }
   int64_t faults() const { return faults_; }
   int64_t damaged() const { return damaged_; }
+  int64_t collisions() const { return collisions_; }
 
  private:
   Chain& AnyChain() { return chains_[static_cast<size_t>(random_.Below(std::ssize(chains_)))]; }
@@ -112,6 +114,7 @@ class StoreWalk {
     pinned_.clear();
     Count();
     store_->Close();
+    collisions_ += redis_->calls().collisions;
     EXPECT_EQ(store_->Statistics().pins, 0);
     EXPECT_EQ(redis_->pins(), 0);
     auto redis = redis_->Copy();
@@ -236,7 +239,7 @@ class StoreWalk {
   std::vector<Pinned> pinned_;
   bool is_sound_ = true;  // no fault since the last Heal
   int step_ = 0;
-  int64_t moves_ = 0, hits_ = 0, faults_ = 0, damaged_ = 0;
+  int64_t moves_ = 0, hits_ = 0, faults_ = 0, damaged_ = 0, collisions_ = 0;
 };
 
 void StoreWalk::Open(std::unique_ptr<FakeTier> redis) {
@@ -354,6 +357,23 @@ TEST(StoreWalk, NothingWrongComesBackAndAccountsAreRight) {
   EXPECT_GT(hits, 5000);
   EXPECT_GT(faults, 200);
   EXPECT_GT(damaged, 50);
+}
+
+// R12: a tier that finds chunks by five bits of their keys, and by no salt, gives the chunk of
+// another text or tenant most of the time, as twelve bits do in a store of a hundred thousand
+// chunks. No such chunk is served: each that comes back is what was put under its own key.
+TEST(StoreWalk, AChunkOfACollidingKeyIsNotServed) {
+  int64_t collisions = 0, hits = 0;
+  for (uint64_t seed = 0; seed < 40 && !testing::Test::HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(SoakSeed(seed)));
+    StoreWalk walk(SoakSeed(seed), /*key_bits=*/5);
+    walk.Run(400);
+    collisions += walk.collisions();
+    hits += walk.hits();
+  }
+  ReportFigure("collisions", collisions);
+  EXPECT_GT(collisions, 1000);  // else the rest would prove nothing
+  EXPECT_GT(hits, 3000);
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ from quire.serve.admission import Admission, Cost
 from quire.serve.generation import Generation
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
+from quire.serve.protocol import ConnectionBook
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
 from server_process import DEADLINE, Server, events, head, running
@@ -112,7 +113,7 @@ def test_streams_keep_nothing_of_what_was_sent(engine: quire.Engine) -> None:
     """An answer without an end does not grow in the server; one that is sent whole is kept."""
 
     async def results() -> list[quire.Result]:
-        streams = Streams(engine, lambda *_: None, 1 << 20, lambda: AssertionError())
+        streams = Streams(engine, lambda *_: None, Limits(), ConnectionBook(Limits()).refuse)
         found = []
         for stream in (True, False):
             options: Any = {"max_tokens": 6, "logprobs": 1}
@@ -122,6 +123,9 @@ def test_streams_keep_nothing_of_what_was_sent(engine: quire.Engine) -> None:
                 pass
             assert answer.result is not None
             found.append(answer.result)
+            assert (streams.held_bytes > 0) == asked.keep
+            answer.close()
+            assert streams.held_bytes == 0
         await streams.close()
         return found
 
@@ -139,7 +143,7 @@ def test_a_defect_while_an_answer_is_taken_fails_it(
         raise TypeError("a defect")
 
     async def run() -> None:
-        streams = Streams(engine, lambda *_: None, 1 << 20, lambda: AssertionError())
+        streams = Streams(engine, lambda *_: None, Limits(), ConnectionBook(Limits()).refuse)
         monkeypatch.setattr(_streams, "_joined", broken)
         answer = await streams.submit(["A quire"], {"max_tokens": 6})
         with pytest.raises(TypeError, match="a defect"):

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
+import gc
 import json
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from quire import errors
+from quire.engine import Piece
 from quire.grammar import CompiledGrammar, Grammar
-from quire.serve._streams import Streams
-from quire.serve.calls import Call
+from quire.serve._streams import Answer, Streams
+from quire.serve.calls import Call, read_fields
 from quire.serve.generation import Generation
 from quire.serve.grammar_probe import TooCostlyError
 from quire.serve.grammar_queue import GrammarQueue
+from quire.serve.guard import Guard
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
-from quire.serve.protocol import ConnectionBook
+from quire.serve.protocol import ConnectionBook, LimitedProtocol
 from quire.serve.responses import _EventAnswer, event
 from quire.serve.service import Service
 from quire.serve.tenants import ANYONE, Tenant
+from uvicorn.server import ServerState
 
 DEADLINE = 30.0
 
@@ -88,6 +96,7 @@ class SlowAnswer:
     """Has a token whenever it is looked at, which takes 4 ms."""
 
     measured = False
+    is_unread = False
 
     def __init__(self, loop: TurnLoop, name: str, begun: bool = True) -> None:
         self.first_token = 0.0 if begun else None
@@ -115,6 +124,9 @@ class TurnLoop:
 
     call_soon_threadsafe = call_soon
 
+    def is_closed(self) -> bool:
+        return False
+
     def turn(self) -> str:
         """The names of the answers that one turn looks at."""
         self.looked_at.clear()
@@ -131,13 +143,277 @@ def test_tokens_that_come_faster_than_they_are_sent_leave_the_loop_time_for_othe
     loop = TurnLoop()
     monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
     engine: Any = SimpleNamespace(on_step=None)
-    streams = Streams(engine, lambda *_: None, 1 << 20, lambda: Problem(408, "unread"))
+    streams = _streams(engine)
     answers: dict[Any, None] = dict.fromkeys(SlowAnswer(loop, name) for name in "abcde")
     monkeypatch.setattr(streams, "answers", answers)  # in an order
     engine.on_step()
     assert [loop.turn() for _ in range(4)] == ["a b c", "d e a", "b c d", "e a b"]
     answers[SlowAnswer(loop, "new", begun=False)] = None
     assert [loop.turn() for _ in range(2)] == ["new c d", "new e a"]
+
+
+# ---- What is computed and not sent
+
+
+def _streams(engine: Any, **limits: Any) -> Streams:
+    found = Limits(**limits)
+    return Streams(engine, lambda *_: None, found, ConnectionBook(found).refuse)
+
+
+class HandedOut:
+    """An answer of the engine, of which the test hands out the pieces.
+
+    most: pieces that ever waited to be taken.
+    """
+
+    prompt_ids = (1,)
+    prompt_tokens = 1
+    cached_tokens = 0
+    samples = (None,)
+
+    def __init__(self) -> None:
+        self.most = 0
+        self.closed = False
+        self._waiting: collections.deque[Piece] = collections.deque()
+
+    def hand_out(self, text: str) -> None:
+        piece = Piece(text)
+        piece.ids, piece.logprobs, piece.top_logprobs = [7], None, None
+        piece.sample, piece.finish_reason, piece.result = 0, None, None
+        self._waiting.append(piece)
+        self.most = max(self.most, len(self._waiting))
+
+    def poll(self, most_steps: int) -> list[Piece]:
+        count = min(most_steps, len(self._waiting))
+        return [self._waiting.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _answer(streams: Streams, stream: HandedOut, *, keep: bool = False) -> Answer:
+    answer = Answer(streams, [stream], 0.0, measured=False, keep=keep)  # type: ignore[list-item]
+    streams.answers[answer] = streams.holders[answer] = None
+    return answer
+
+
+def test_the_engine_has_the_pace_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that was faster than the loop once had hundreds of megabytes of outputs wait in
+    queues that no limit bounded."""
+    loop = TurnLoop()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    engine: Any = SimpleNamespace(on_step=None)
+    streams = _streams(engine)
+    stream = HandedOut()
+    answer = _answer(streams, stream)
+
+    def steps() -> None:
+        for _ in range(2000):
+            stream.hand_out("x")
+            engine.on_step()
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    while thread.is_alive():
+        loop.turn()
+    loop.turn()
+    assert stream.most <= 2
+    assert answer.held_bytes == streams.held_bytes == 2000 * (64 + 4)
+
+
+def test_an_engine_goes_on_without_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = TurnLoop()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    engine: Any = SimpleNamespace(on_step=None)
+    streams = _streams(engine)
+    call = engine.on_step
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    asyncio.run(streams.close())
+    for thread in threads:
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    monkeypatch.setattr(loop, "is_closed", lambda: True)
+    lost = _streams(engine)
+    for _ in range(3):
+        engine.on_step()
+    assert lost is not streams
+
+
+def test_what_waits_for_one_client_is_bounded() -> None:
+    async def run() -> None:
+        streams = _streams(SimpleNamespace(on_step=None), unread_bytes=10_000)
+        stream = HandedOut()
+        answer = _answer(streams, stream)
+        for _ in range(1000):
+            stream.hand_out("x" * 9)
+            streams._poll_all()
+            assert streams.held_bytes == answer.held_bytes <= 10_000
+        assert stream.closed and answer not in streams.answers
+        with pytest.raises(Problem) as caught:  # at once: what waited is gone
+            await answer.next(DEADLINE)
+        assert (caught.value.status, caught.value.code) == (408, "unread_bytes")
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_what_all_answers_hold_is_bounded() -> None:
+    """Whole answers, which are kept until they end, and those that wait for their clients."""
+
+    async def run() -> None:
+        streams = _streams(SimpleNamespace(on_step=None), answers_bytes=100_000)
+        whole, waiting, read = HandedOut(), HandedOut(), HandedOut()
+        answers = [_answer(streams, whole, keep=True), _answer(streams, waiting)]
+        reader = _answer(streams, read)
+        got = 0
+        for step in range(1000):
+            whole.hand_out("x" * 20)
+            waiting.hand_out("x")
+            read.hand_out("x" * 50)
+            streams._poll_all()
+            assert streams.held_bytes <= 100_000, step
+            got += len((await reader.next(DEADLINE) or [])[0].ids)
+            if not whole.closed:
+                await answers[0].next(DEADLINE)
+        assert whole.closed and not waiting.closed and not read.closed and got == 1000
+        with pytest.raises(Problem) as caught:
+            await answers[0].next(DEADLINE)
+        assert (caught.value.status, caught.value.code) == (503, "answers_bytes")
+        for answer in (*answers, reader):
+            answer.close()
+        assert streams.held_bytes == 0 and not streams.holders and waiting.closed
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_a_body_counts_until_it_is_parsed() -> None:
+    """Bodies of many connections that wait for a thread to parse them were bounded by nothing."""
+
+    async def run() -> None:
+        counts: list[int] = []
+        body = json.dumps({"prompt": "x" * 100_000}).encode()
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield body[:50_000]
+            yield body[50_000:]
+
+        async def parse(function: Callable[..., Any], *arguments: Any) -> Any:
+            counts.append(service.body_bytes)
+            return function(*arguments)
+
+        limits = Limits(bodies_bytes=len(body))
+        service: Any = SimpleNamespace(
+            limits=limits,
+            body_bytes=0,
+            book=ConnectionBook(limits),
+            streams=SimpleNamespace(run=parse),
+        )
+        request: Any = SimpleNamespace(
+            headers={"content-type": "application/json"}, stream=stream
+        )
+        fields = await read_fields(request, service)
+        assert fields.text("prompt") == "x" * 100_000
+        assert counts == [len(body)] and service.body_bytes == 0
+        service.body_bytes = 1  # of another request
+        with pytest.raises(Problem) as caught:
+            await read_fields(request, service)
+        assert caught.value.code == "bodies_bytes" and service.body_bytes == 1
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_a_refusal_is_free_at_once() -> None:
+    """What it holds by its traceback (a body of megabytes) once stayed until the collector came."""
+    refused: list[weakref.ref[Problem]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        problem = Problem(400, "no")
+        refused.append(weakref.ref(problem))
+        try:
+            raise problem
+        finally:
+            del problem
+
+    async def run() -> None:
+        tenants = SimpleNamespace(find=lambda headers: ANYONE)
+        metrics = SimpleNamespace(note_request=lambda *_: None)
+        service: Any = SimpleNamespace(tenants=tenants, metrics=metrics, draining=False)
+        log: Any = SimpleNamespace(write=lambda *_, **__: None)
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message["type"])
+
+        scope: Any = {"type": "http", "method": "GET", "path": "/version", "headers": []}
+        receive: Any = None
+        await Guard(app, service, log, frozenset(), None)(scope, receive, send)
+        assert sent == ["http.response.start", "http.response.body"]
+
+    with _without_collector():
+        asyncio.run(run())
+        assert [each() for each in refused] == [None]
+
+
+def test_a_failed_answer_is_free_at_once() -> None:
+    failed: list[weakref.ref[Answer]] = []
+
+    async def run() -> None:
+        streams = _streams(SimpleNamespace(on_step=None))
+        answer = _answer(streams, HandedOut())
+        failed.append(weakref.ref(answer))
+        answer.fail(Problem(408, "gone"))
+        with contextlib.suppress(Problem):
+            await answer.next(DEADLINE)
+        answer.close()
+
+    with _without_collector():
+        asyncio.run(run())
+        assert [each() for each in failed] == [None]
+
+
+def test_a_connection_that_idles_holds_nothing_of_its_last_request() -> None:
+    """It once held 10 KiB, and no connection that idles may hold more than 8."""
+    cycles: list[weakref.ref[Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        cycles.append(weakref.ref(receive.__self__))
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def run() -> None:
+        config = uvicorn.Config(app, log_config=None, lifespan="off", interface="asgi3")
+        config.load()
+        state = ServerState()
+        protocol = LimitedProtocol(
+            ConnectionBook(Limits()), config=config, server_state=state, app_state={}
+        )
+        loop = asyncio.get_running_loop()
+        async with await loop.create_server(lambda: protocol, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(2):
+                writer.write(b"GET /a HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                assert (await reader.readuntil(b"\r\n\r\nok")).startswith(b"HTTP/1.1 200")
+            while state.tasks:
+                await asyncio.sleep(0)
+            assert [cycle() for cycle in cycles] == [None, None]
+            assert (protocol.headers, protocol.url) == ([], b"")
+            writer.close()
+
+    with _without_collector():
+        asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+@contextlib.contextmanager
+def _without_collector() -> Any:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 # ---- Grammars
