@@ -228,7 +228,7 @@ Status OpenSslSession::Open(int fd, const std::string& host) {
 }
 
 bool OpenSslSession::SetServerName(const std::string& host) {
-  // An address in numbers is taken by the first call, and a name by none of its kind.
+  // The first call takes addresses in numbers alone.
   if (X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(session_), host.c_str()) == 1) return true;
   SSL_set_hostflags(session_, X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS);
   return SSL_set1_host(session_, host.c_str()) == 1 &&
@@ -337,7 +337,7 @@ Result<size_t> OpenSslSession::Read(std::span<std::byte> into) {
   return size_t{0};
 }
 
-// Of whole records: what there is of the next one waits for the socket.
+// Whole records alone count: the rest of the next one comes through the socket.
 bool OpenSslSession::has_buffered() const { return SSL_pending(session_) > 0; }
 
 bool OpenSslSession::HasUnasked() {

@@ -24,7 +24,7 @@ struct TlsOptions {
   std::string server_name{};            // of a client: whose certificate it must be; "": the host's
 };
 
-// What a side reads from a stranger at most, before it is known who that is.
+// What a side reads at most before the other one is known.
 inline constexpr size_t kTlsHandshakeBytesMax = size_t{64} << 10;
 
 // From one thread at a time.

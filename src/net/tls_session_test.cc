@@ -268,7 +268,7 @@ TEST_F(TlsSessionTest, AHandshakeMayBeCutAnywhere) {
     pair.server->Shake();
     EXPECT_TRUE(pair.server->status.ok()) << "it waits for the rest";
     EXPECT_FALSE(pair.server->is_open);
-    EXPECT_FALSE(pair.server->session->has_buffered()) << "whoever waits would not wait";
+    EXPECT_FALSE(pair.server->session->has_buffered()) << "a poll would be left out";
     pair.server_wire = Socket();
     pair.server->Shake();
     ExpectUnavailable(pair.server->status, "the client closed the connection");

@@ -52,7 +52,7 @@ TransferPeerOptions PeerTls() {
   return options;
 }
 
-// A listener on a port of its own, which tells whom it has refused.
+// A listener on a port of its own, with the refusals that it tells.
 class Listening {
  public:
   explicit Listening(const TransferPeerOptions& options, std::string endpoint = "127.0.0.1:0") {
