@@ -32,9 +32,13 @@
 namespace quire {
 
 struct TransferPeerOptions {
-  // What both sides must have, without sending it. Needed for addresses other than loopback and
-  // unix sockets. It authenticates the opening; what is sent is neither encrypted nor signed.
+  // What both sides must have, without sending it. It authenticates the opening; what is sent is
+  // neither encrypted nor signed. This, or TLS, is needed for addresses that other machines reach.
   std::string secret{};
+  // TLS over TCP, between sides whose certificates an authority in the CA file signed. The files
+  // are PEM; all or none. The listener's certificate must be tls_server_name's; "": that of the
+  // address that is connected to. A listener reads its files once, a connection each time.
+  std::string tls_ca_file{}, tls_cert_file{}, tls_key_file{}, tls_server_name{};
   // CachePassport of the caches of this side. The other side's must be equal but for the number of
   // heads, which may be a multiple, and block_tokens.
   Passport passport{};
@@ -57,7 +61,7 @@ struct TransferJob {
   uint64_t id = 0;  // the receiver's choice; 0: none
   std::vector<int32_t> tokens{};
   // The tenant's salt, at most kSaltBytesMax bytes: keys of stores are made from it. It travels
-  // only where both sides have shown the secret or are processes of one machine on a unix socket.
+  // only over TLS or a unix socket, or where both sides have shown the secret.
   std::string salt{};
   static constexpr int64_t kSaltBytesMax = 4096;
   // As the tokens are to be computed: window and sinks of SamplingOptions, LongRoPE's long factors.
@@ -163,8 +167,8 @@ struct TransferListenerOptions {
 // Calls from any thread.
 class TransferListener {
  public:
-  // BadArgument for options out of range and addresses that need a secret; Unavailable when the
-  // address cannot be had.
+  // BadArgument for options out of range, files of no use and addresses that need a secret or TLS;
+  // Unavailable when the address cannot be had.
   static Result<std::unique_ptr<TransferListener>> Start(const TransferListenerOptions& options);
   virtual ~TransferListener() = default;  // as Close
 

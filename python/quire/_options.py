@@ -29,6 +29,7 @@ from quire._ranges import (
     key_file,
     kv_dtype,
     place,
+    readable_file,
     secret_file,
     size,
     switch,
@@ -704,16 +705,77 @@ class EngineOptions(TypedDict, total=False):
         Path | None,
         Option(
             None,
-            "a file whose content, at least 16 bytes, both sides of a connection must have. Needed "
-            "for addresses that other machines reach, and for a cache_salt over TCP. What is sent "
-            "is not encrypted.",
+            "a file whose content, at least 16 bytes, both sides of a connection must have. This "
+            "or TLS is needed for addresses that other machines reach, and for a cache_salt over "
+            "TCP. Without TLS, what is sent is not encrypted.",
             Flag(
-                "both sides must have the content of FILE (at least 16 bytes); needed for "
-                "addresses that other machines reach, and for --cache-salt over TCP",
+                "both sides must have the content of FILE (at least 16 bytes); this or TLS is "
+                "needed for addresses that other machines reach, and for --cache-salt over TCP",
                 "FILE",
                 secret_file,
                 group="connection",
-                more="It is not sent. What is sent is not encrypted",
+                more="It is not sent. Without TLS, what is sent is not encrypted",
+            ),
+            part="connection",
+        ),
+    ]
+    peer_tls_ca_file: Annotated[
+        Path | None,
+        Option(
+            None,
+            "with it and the next two, all of them PEM, connections over TCP use TLS: an authority "
+            "in this file must have signed the certificates of both sides.",
+            Flag(
+                "TLS between both sides, whose certificates an authority in FILE signed; goes with "
+                "the next two",
+                "FILE",
+                readable_file,
+                group="connection",
+                more="All are PEM. Not for unix:PATH",
+            ),
+            part="connection",
+        ),
+    ]
+    peer_tls_cert_file: Annotated[
+        Path | None,
+        Option(
+            None,
+            "this side's certificate, for both directions.",
+            Flag(
+                "this side's certificate; that of a process that listens must be for the address "
+                "that others give",
+                "FILE",
+                readable_file,
+                group="connection",
+            ),
+            part="connection",
+        ),
+    ]
+    peer_tls_key_file: Annotated[
+        Path | None,
+        Option(
+            None,
+            "the private key of that certificate.",
+            Flag(
+                "private key of that certificate",
+                "FILE",
+                readable_file,
+                group="connection",
+            ),
+            part="connection",
+        ),
+    ]
+    peer_tls_server_name: Annotated[
+        str,
+        Option(
+            "",
+            "the name in the certificates of the processes of `prefill_from`; \"\" = each one's "
+            "address.",
+            Flag(
+                "the name in the certificates of --prefill-from (default: each one's address)",
+                "NAME",
+                place,
+                group="connection",
             ),
             part="connection",
         ),

@@ -26,6 +26,7 @@ __all__ = [
 
 PEERS_MAX = 64  # of TransferListenerOptions
 _SECRET_BYTES_MIN = 16
+_TLS_FILES = ("peer_tls_ca_file", "peer_tls_cert_file", "peer_tls_key_file")
 # Signs of life for each time after which a peer without one counts as dead; at most this apart.
 _HEARTBEATS = 6
 _HEARTBEAT_SECONDS_MAX = 0.5
@@ -145,10 +146,28 @@ def connection_fields(options: Mapping[str, Any]) -> dict[str, Any]:
         )
     file = options["peer_secret_file"]
     return {
+        **_tls_fields(options),
         "secret": b"" if file is None else read_secret_file(file),
         "dead_after_ns": round(dead_after * 1e9),
         "heartbeat_ns": round(min(_HEARTBEAT_SECONDS_MAX, dead_after / _HEARTBEATS) * 1e9),
     }
+
+
+def _tls_fields(options: Mapping[str, Any]) -> dict[str, str]:
+    given = [name for name in _TLS_FILES if options[name] is not None]
+    for name in _TLS_FILES:
+        if given and name not in given:
+            raise errors.BadArgumentError(
+                f"{', '.join(_TLS_FILES)} go together, and {name} is not given"
+            )
+    server_name = _numbers.text(options["peer_tls_server_name"], "peer_tls_server_name")
+    if server_name and not given:
+        raise errors.BadArgumentError(
+            f"peer_tls_server_name is {server_name!r}, and {', '.join(_TLS_FILES)} are not given"
+        )
+    fields = {name: _numbers.text(os.fspath(options[name]), name) for name in given}
+    fields["peer_tls_server_name"] = server_name
+    return {name.removeprefix("peer_"): value for name, value in fields.items()}
 
 
 def peer_fields(options: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -108,6 +108,15 @@ def address(text: str) -> str:
     return text
 
 
+def readable_file(text: str) -> str:
+    """A file that can be opened."""
+    try:
+        with open(text, "rb"):
+            return text
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{_shown(text)}: {error.strerror}") from None
+
+
 def secret_file(text: str) -> str:
     """A file that the secret of connections can be read from."""
     from quire import _prefill  # loads the library, which --help does not need

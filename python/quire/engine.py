@@ -591,7 +591,7 @@ class Engine(_ffi.ThreadOwner):
 
         Args:
             listen: "HOST:PORT", port 0 being any that is free, or "unix:PATH". One that other
-                machines reach needs `peer_secret_file` of the engine.
+                machines reach needs `peer_secret_file` of the engine, or TLS.
             peers_max: connections at a time.
             on_refused: is called with the reason, one line, for each connection that is refused: of
                 another model, for example, with the first field that differs and both values. It is
@@ -601,7 +601,7 @@ class Engine(_ffi.ThreadOwner):
             Where others connect to, with the port that was taken: `prefill_from` of their engines.
 
         Raises:
-            BadArgumentError: an option is out of range, or the address needs a secret.
+            BadArgumentError: an option is out of range, or the address needs a secret or TLS.
             UnavailableError: the address cannot be had.
             BadStateError: it serves already.
         """

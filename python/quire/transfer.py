@@ -14,6 +14,7 @@ values layer by layer and continues after them (docs/transfer.md)::
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -143,6 +144,10 @@ class TransferPeer(_ffi.ClosingOwner):
         tokenizer: str = "",
         adapter: str = "",
         secret: str = "",
+        tls_ca_file: str | os.PathLike[str] = "",
+        tls_cert_file: str | os.PathLike[str] = "",
+        tls_key_file: str | os.PathLike[str] = "",
+        tls_server_name: str = "",
         connect_timeout: float = _CONNECT_TIMEOUT,
         heartbeat: float = 0.5,
         dead_after: float = 3.0,
@@ -158,8 +163,12 @@ class TransferPeer(_ffi.ClosingOwner):
                 that this side moves over the connection.
             model, revision, tokenizer, adapter: which model it is of, as
                 :func:`quire.identity.model_identity` gives them; both sides' must be equal.
-            secret: what both sides must have, without sending it. Needed for addresses that other
-                machines reach. What is sent is not encrypted.
+            secret: what both sides must have, without sending it. It encrypts nothing. This, or
+                TLS, is needed for addresses that other machines reach.
+            tls_ca_file, tls_cert_file, tls_key_file: PEM files; with them TCP goes through TLS. An
+                authority of the first one must have signed the certificates of both sides; the
+                others are this side's certificate and its key.
+            tls_server_name: whose certificate the listener's must be; "" = that of the address.
             heartbeat, dead_after: seconds between signs of life, and without one until the other
                 side counts as dead.
             lease: seconds that a transfer lives without a renewal from its receiver.
@@ -172,11 +181,13 @@ class TransferPeer(_ffi.ClosingOwner):
             IncompatibleError: the two sides hold other KV; the message has the first field that
                 differs, and both values.
             RemoteError: the other side refused, for another secret for example.
-            BadArgumentError: an option is out of range, or the address needs a secret.
+            BadArgumentError: an option is out of range, a file is of no use, or the address needs
+                a secret or TLS.
         """
         options = _peer_options(
             state, model, revision, tokenizer, adapter, secret, heartbeat, dead_after, lease
         )
+        options |= _tls_options(tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
         options["window_bytes"] = int64(window_bytes, "window_bytes")
         options["send_wait_ns"] = nanoseconds(send_wait, "send_wait")
         options["connect_timeout_ns"] = nanoseconds(connect_timeout, "connect_timeout")
@@ -275,6 +286,9 @@ class TransferListener(_ffi.ClosingOwner):
         tokenizer: str = "",
         adapter: str = "",
         secret: str = "",
+        tls_ca_file: str | os.PathLike[str] = "",
+        tls_cert_file: str | os.PathLike[str] = "",
+        tls_key_file: str | os.PathLike[str] = "",
         heartbeat: float = 0.5,
         dead_after: float = 3.0,
         lease: float = 30.0,
@@ -285,6 +299,7 @@ class TransferListener(_ffi.ClosingOwner):
         options = _peer_options(
             state, model, revision, tokenizer, adapter, secret, heartbeat, dead_after, lease
         )
+        options |= _tls_options(tls_ca_file, tls_cert_file, tls_key_file)
         options["window_bytes"] = int64(window_bytes, "window_bytes")
         options["send_wait_ns"] = nanoseconds(send_wait, "send_wait")
         options["endpoint"] = text(bind, "bind")
@@ -298,7 +313,8 @@ class TransferListener(_ffi.ClosingOwner):
 
     @property
     def refused(self) -> int:
-        """Connections that did not come to be: another secret or passport, or no peer."""
+        """Connections that did not come to be: another secret, certificate or passport, or no
+        peer."""
         return int(self._handle.refused())
 
     @property
@@ -358,6 +374,20 @@ def _peer_options(
         "heartbeat_ns": nanoseconds(heartbeat, "heartbeat"),
         "dead_after_ns": nanoseconds(dead_after, "dead_after"),
         "lease_ns": nanoseconds(lease, "lease"),
+    }
+
+
+def _tls_options(
+    ca_file: str | os.PathLike[str],
+    cert_file: str | os.PathLike[str],
+    key_file: str | os.PathLike[str],
+    server_name: str = "",
+) -> dict[str, Any]:
+    return {
+        "tls_ca_file": text(os.fspath(ca_file), "tls_ca_file"),
+        "tls_cert_file": text(os.fspath(cert_file), "tls_cert_file"),
+        "tls_key_file": text(os.fspath(key_file), "tls_key_file"),
+        "tls_server_name": text(server_name, "tls_server_name"),
     }
 
 

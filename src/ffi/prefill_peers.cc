@@ -28,6 +28,7 @@ constexpr size_t kRefusalsMax = 256;
 void ReadConnection(OptionsReader* reader, TransferPeerOptions* options) {
   if (const auto secret = reader->Get<tf::Bytes>("secret"))
     options->secret.assign(secret->data(), secret->size());
+  ReadTls(reader, options);
   ReadTime(reader, "heartbeat_ns", &options->heartbeat);
   ReadTime(reader, "dead_after_ns", &options->dead_after);
 }

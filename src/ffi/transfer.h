@@ -30,6 +30,7 @@ OptionMap SendProgressFields(const SendProgress& progress);
 
 // A time in nanoseconds.
 void ReadTime(OptionsReader* reader, const char* name, std::chrono::nanoseconds* out);
+void ReadTls(OptionsReader* reader, TransferPeerOptions* options);
 
 // A peer's place in a channel; gives it back when it goes.
 class ChannelPlace {

@@ -26,6 +26,7 @@ TransferPeerOptions ReadPeerOptions(OptionsReader* reader) {
   reader->Read("passport", &passport);
   options.passport = ValueOrThrow(Passport::FromJson(passport));
   reader->Read("secret", &options.secret);
+  ReadTls(reader, &options);
   ReadTime(reader, "connect_timeout_ns", &options.connect_timeout);
   ReadTime(reader, "heartbeat_ns", &options.heartbeat);
   ReadTime(reader, "dead_after_ns", &options.dead_after);
@@ -128,6 +129,13 @@ void ReadTime(OptionsReader* reader, const char* name, std::chrono::nanoseconds*
   int64_t count = out->count();
   reader->Read(name, &count);
   *out = std::chrono::nanoseconds(count);
+}
+
+void ReadTls(OptionsReader* reader, TransferPeerOptions* options) {
+  reader->Read("tls_ca_file", &options->tls_ca_file);
+  reader->Read("tls_cert_file", &options->tls_cert_file);
+  reader->Read("tls_key_file", &options->tls_key_file);
+  reader->Read("tls_server_name", &options->tls_server_name);
 }
 
 TransferPeerObj::TransferPeerObj(const tf::String& endpoint, const OptionMap& options)

@@ -18,6 +18,13 @@ namespace {
 // Long enough that connecting costs no look-up, short enough to follow a server that has moved.
 constexpr int64_t kRememberedNs = 30'000'000'000;
 
+// In numbers, of either kind.
+bool IsIpAddress(const std::string& host) {
+  in6_addr address;
+  return inet_pton(AF_INET, host.c_str(), &address) == 1 ||
+         inet_pton(AF_INET6, host.c_str(), &address) == 1;
+}
+
 // "" if there is none.
 std::string FirstAddress(const std::string& host) {
   addrinfo hints{};
@@ -32,12 +39,6 @@ std::string FirstAddress(const std::string& host) {
 }
 
 }  // namespace
-
-bool IsIpAddress(const std::string& host) {
-  in6_addr address;
-  return inet_pton(AF_INET, host.c_str(), &address) == 1 ||
-         inet_pton(AF_INET6, host.c_str(), &address) == 1;
-}
 
 struct HostResolver::State {
   struct Entry {

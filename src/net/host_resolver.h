@@ -29,9 +29,6 @@ class HostResolver {
   const std::shared_ptr<State> state_;
 };
 
-// Whether `host` is an IPv4 or IPv6 address in numbers.
-bool IsIpAddress(const std::string& host);
-
 }  // namespace quire
 
 #endif  // QUIRE_NET_HOST_RESOLVER_H_

@@ -3,9 +3,9 @@
 
 namespace quire {
 
-Result<std::shared_ptr<const TlsContext>> TlsContext::Create(const RedisTierOptions&) {
+Result<std::shared_ptr<const TlsContext>> TlsContext::Create(const TlsOptions& options) {
   return Status(StatusCode::kBadArgument,
-                "redis.tls: this build has no TLS; configure it with -DQUIRE_TLS=ON");
+                options.prefix + ": this build has no TLS; configure it with -DQUIRE_TLS=ON");
 }
 
 }  // namespace quire

@@ -1,4 +1,5 @@
-// A connection's bytes, whatever carries them: TCP, or memory that two processes share.
+// A connection's bytes, whatever carries them: TCP, TLS over it, or memory that two processes
+// share.
 #ifndef QUIRE_TRANSFER_BYTE_CHANNEL_H_
 #define QUIRE_TRANSFER_BYTE_CHANNEL_H_
 
@@ -7,6 +8,7 @@
 #include <span>
 
 #include "net/socket.h"
+#include "net/tls_session.h"
 #include "quire/status.h"
 
 namespace quire {
@@ -34,6 +36,8 @@ class ByteChannel {
 };
 
 std::unique_ptr<ByteChannel> StreamChannel(Socket socket);
+// The session is of the socket. No byte passes before the handshake is done.
+std::unique_ptr<ByteChannel> TlsChannel(Socket socket, std::unique_ptr<TlsSession> session);
 // Over a unix socket. The connecting side makes the memory and passes it to the other one.
 Result<std::unique_ptr<ByteChannel>> ConnectSharedMemory(Socket socket);
 std::unique_ptr<ByteChannel> AcceptSharedMemory(Socket socket);

@@ -58,6 +58,29 @@ Status ClosedHere() {
   return Status(StatusCode::kClosed, "transfer: the connection was closed by this process");
 }
 
+// TLS with a part absent would be no TLS, or with anybody.
+Status CheckTls(const TransferPeerOptions& options) {
+  const std::pair<const char*, const std::string*> files[] = {
+      {"tls_ca_file", &options.tls_ca_file},
+      {"tls_cert_file", &options.tls_cert_file},
+      {"tls_key_file", &options.tls_key_file}};
+  std::string absent;
+  int64_t given = 0;
+  for (const auto& [name, file] : files) {
+    if (file->empty()) absent = name;
+    if (!file->empty()) ++given;
+  }
+  const std::string together = "tls_ca_file, tls_cert_file and tls_key_file go together";
+  if (given > 0 && !absent.empty()) {
+    return Status(StatusCode::kBadArgument,
+                  "TransferPeerOptions: " + together + ", and " + absent + " is empty");
+  }
+  if (given > 0 || options.tls_server_name.empty()) return Status();
+  return Status(StatusCode::kBadArgument, "TransferPeerOptions: tls_server_name is \"" +
+                                              options.tls_server_name +
+                                              "\", and the files are empty: " + together);
+}
+
 }  // namespace
 
 Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& options) {
@@ -90,11 +113,27 @@ Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& optio
 }
 
 Status CheckReach(const Endpoint& endpoint, const TransferPeerOptions& options) {
-  if (endpoint.is_local() || !options.secret.empty()) return Status();
+  QUIRE_RETURN_IF_ERROR(CheckTls(options));
+  const bool is_guarded = !options.secret.empty() || !options.tls_ca_file.empty();
+  if (endpoint.is_local() || is_guarded) return Status();
   return Status(StatusCode::kBadArgument,
                 "TransferPeerOptions: " + endpoint.ToString() +
-                    " is reached over a network, and secret is empty: set one, or use 127.0.0.1 or "
-                    "unix:PATH");
+                    " is reached over a network, and secret is empty: set one, or TLS with "
+                    "tls_ca_file, tls_cert_file and tls_key_file, or use 127.0.0.1 or unix:PATH");
+}
+
+Result<std::shared_ptr<const TlsContext>> TlsOf(const Endpoint& endpoint,
+                                                const TransferPeerOptions& options, bool listens) {
+  if (endpoint.is_unix || options.tls_ca_file.empty()) return std::shared_ptr<const TlsContext>();
+  Result<std::shared_ptr<const TlsContext>> made =
+      TlsContext::Create({.is_server = listens,
+                          .ca_file = options.tls_ca_file,
+                          .cert_file = options.tls_cert_file,
+                          .key_file = options.tls_key_file,
+                          .server_name = options.tls_server_name});
+  if (made.ok()) return made;
+  return Status(made.status().code(),
+                "TransferPeerOptions: " + std::string(made.status().message()));
 }
 
 Result<std::shared_ptr<PeerConnection>> PeerConnection::Start(std::unique_ptr<ByteChannel> channel,
@@ -591,8 +630,9 @@ Result<std::shared_ptr<TransferPeer>> TransferPeer::Connect(const std::string& n
     QUIRE_ASSIGN_OR_RETURN(const Endpoint endpoint, Endpoint::Parse(name));
     QUIRE_RETURN_IF_ERROR(CheckReach(endpoint, options));
     QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options));
+    QUIRE_ASSIGN_OR_RETURN(const auto tls, TlsOf(endpoint, options, /*listens=*/false));
     session.is_connector = true;
-    session.carries_salts |= endpoint.is_unix;
+    session.carries_salts |= endpoint.is_unix || tls != nullptr;
     const std::shared_ptr<Clock> clock = MachineTime();
     const int64_t until = clock->SteadyNs() + options.connect_timeout.count();
     QUIRE_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(endpoint));
@@ -606,6 +646,11 @@ Result<std::shared_ptr<TransferPeer>> TransferPeer::Connect(const std::string& n
     std::unique_ptr<ByteChannel> channel;
     if (endpoint.is_unix) {
       QUIRE_ASSIGN_OR_RETURN(channel, ConnectSharedMemory(std::move(socket)));
+    } else if (tls != nullptr) {
+      // Without the interface of a link-local address, which no certificate has.
+      const std::string host = endpoint.address.substr(0, endpoint.address.find('%'));
+      QUIRE_ASSIGN_OR_RETURN(auto secured, tls->Start(socket.fd(), host));
+      channel = TlsChannel(std::move(socket), std::move(secured));
     } else {
       channel = StreamChannel(std::move(socket));
     }

@@ -26,8 +26,12 @@ namespace quire {
 
 // BadArgument for what is out of range, TooLarge for a passport that no opening takes.
 Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& options);
-// BadArgument for an address of other machines without a secret.
+// BadArgument for an address of other machines without a secret or TLS, and for a part of TLS.
 Status CheckReach(const Endpoint& endpoint, const TransferPeerOptions& options);
+// What connections to or at an endpoint of CheckReach are protected by; null: nothing, or no other
+// machine reads them. BadArgument for a file by its option.
+Result<std::shared_ptr<const TlsContext>> TlsOf(const Endpoint& endpoint,
+                                                const TransferPeerOptions& options, bool listens);
 
 class PeerConnection final : public TransferPeer, private TransferSession::Owner {
  public:

@@ -21,9 +21,11 @@ namespace {
 class SocketListener final : public TransferListener {
  public:
   SocketListener(Endpoint endpoint, Socket listener, std::shared_ptr<const Waker> waker,
-                 TransferSession::Options options, const TransferListenerOptions& given)
+                 TransferSession::Options options, std::shared_ptr<const TlsContext> tls,
+                 const TransferListenerOptions& given)
       : endpoint_(std::move(endpoint)),
         name_(endpoint_.ToString()),
+        tls_(std::move(tls)),
         options_(std::move(options)),
         peers_max_(static_cast<size_t>(given.peers_max)),
         on_refused_(given.on_refused),
@@ -107,14 +109,19 @@ class SocketListener final : public TransferListener {
     QUIRE_DCHECK(accepted_.size() + opening_.size() < peers_max_);
     Result<Socket> socket = listener_.Accept();
     if (!socket.ok() || !socket->is_open()) return socket.status();
-    std::unique_ptr<ByteChannel> channel = endpoint_.is_unix
-                                               ? AcceptSharedMemory(*std::move(socket))
-                                               : StreamChannel(*std::move(socket));
+    QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<ByteChannel> channel, ChannelOver(*std::move(socket)));
     opening_.reserve(opening_.size() + 1);
     QUIRE_ASSIGN_OR_RETURN(auto peer, PeerConnection::Start(std::move(channel), name_, options_,
                                                             [waker = waker_] { waker->Signal(); }));
     opening_.push_back(std::move(peer));
     return Status();
+  }
+
+  Result<std::unique_ptr<ByteChannel>> ChannelOver(Socket socket) const {
+    if (endpoint_.is_unix) return AcceptSharedMemory(std::move(socket));
+    if (tls_ == nullptr) return StreamChannel(std::move(socket));
+    QUIRE_ASSIGN_OR_RETURN(auto secured, tls_->Start(socket.fd(), ""));
+    return TlsChannel(std::move(socket), std::move(secured));
   }
 
   // Hands over the connections that are open, and lets go those that failed.
@@ -144,6 +151,7 @@ class SocketListener final : public TransferListener {
 
   const Endpoint endpoint_;
   const std::string name_;
+  const std::shared_ptr<const TlsContext> tls_;  // null: none
   const TransferSession::Options options_;
   const size_t peers_max_;
   const std::function<void(const Status&)> on_refused_;
@@ -169,7 +177,8 @@ Result<std::unique_ptr<TransferListener>> TransferListener::Start(
     QUIRE_ASSIGN_OR_RETURN(Endpoint endpoint, Endpoint::Parse(options.endpoint));
     QUIRE_RETURN_IF_ERROR(CheckReach(endpoint, options.peer));
     QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options.peer));
-    session.carries_salts |= endpoint.is_unix;
+    QUIRE_ASSIGN_OR_RETURN(auto tls, TlsOf(endpoint, options.peer, /*listens=*/true));
+    session.carries_salts |= endpoint.is_unix || tls != nullptr;
     constexpr int64_t kPeersMax = 4096;
     if (options.peers_max < 1 || options.peers_max > kPeersMax) {
       return Status(StatusCode::kBadArgument,
@@ -180,7 +189,7 @@ Result<std::unique_ptr<TransferListener>> TransferListener::Start(
     QUIRE_ASSIGN_OR_RETURN(Socket listener, Socket::Listen(&endpoint));
     return std::unique_ptr<TransferListener>(std::make_unique<SocketListener>(
         std::move(endpoint), std::move(listener), std::make_shared<const Waker>(std::move(waker)),
-        std::move(session), options));
+        std::move(session), std::move(tls), options));
   });
 }
 

@@ -46,7 +46,7 @@ class TransferSession final : private FrameReader::Handler {
     int64_t lease_ns = 0;
     int64_t window_bytes = 0;
     int64_t send_wait_ns = 0;    // of the owner's callers
-    bool carries_salts = false;  // both sides have a secret, or are of one machine
+    bool carries_salts = false;  // nobody else reads or writes what is sent
   };
   TransferSession(Owner* owner, Options options, int64_t now_ns);
 

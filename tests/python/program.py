@@ -1,8 +1,9 @@
-"""Calls of the program `quire`, in this process and as one of its own."""
+"""Calls of the program `quire`, in this process and as one of its own, and certificates for TLS."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,3 +36,33 @@ def process(
         env=variables,
         **(streams | options),  # type: ignore[call-overload]
     )
+
+
+class Certificates:
+    """Of an authority, for a server at 127.0.0.1 and for a client, with their keys. All PEM, made by
+    the program openssl."""
+
+    def __init__(self, folder: Path) -> None:
+        openssl = shutil.which("openssl")
+        if openssl is None:
+            pytest.skip("openssl is not installed; tools/setup.sh does it")
+        self._openssl, self._folder = openssl, folder
+        self.ca = folder / "ca.pem"
+        self._make("ca")
+        signed_by = ["-CA", str(self.ca), "-CAkey", str(folder / "ca.key")]
+        self.server = self._make("server", *signed_by, "-addext", "subjectAltName=IP:127.0.0.1")
+        self.client = self._make("client", *signed_by)
+
+    def key_of(self, certificate: Path) -> Path:
+        return certificate.with_suffix(".key")
+
+    def _make(self, who: str, *more: str) -> Path:
+        path = self._folder / who
+        subprocess.run(
+            [self._openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt"]
+            + ["ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-subj", f"/CN={who}"]
+            + ["-keyout", f"{path}.key", "-out", f"{path}.pem", *more],
+            check=True,
+            capture_output=True,
+        )
+        return path.with_suffix(".pem")

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import quire
-from program import process, run
-from quire import _prefill, _ranges
+from program import Certificates, process, run
+from quire import _options, _prefill, _ranges
 from tiny_model import Shape, TinyModel
 
 sys.path.insert(0, str(Path(__file__).parent / "serve"))
@@ -87,6 +87,16 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(tmp_path_factory.mktemp("roomy"), Shape(positions=4096))
 
 
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def tls_flags(certificates: Certificates, own: Path) -> list[str]:
+    files = ("ca", certificates.ca), ("cert", own), ("key", certificates.key_of(own))
+    return [word for name, file in files for word in (f"--peer-tls-{name}-file", str(file))]
+
+
 @pytest.fixture
 def secret(tmp_path: Path) -> str:
     path = tmp_path / "secret"
@@ -124,14 +134,21 @@ def same_answers(a: quire.Result, b: quire.Result) -> bool:
 # ---- The program, two processes
 
 
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
+@pytest.mark.parametrize("kind", ["tcp", "tls", "unix"])
 def test_a_prompt_of_another_process_has_the_answer_of_one(
-    start: Start, embedded_model: str, tmp_path: Path, secret: str, kind: str
+    start: Start, embedded_model: str, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    listen = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/prefill.sock"
-    guard = ["--peer-secret-file", secret] if kind == "tcp" else []
-    prefill = start(embedded_model, listen, *guard)
-    assert prefill.address.startswith("127.0.0.1:" if kind == "tcp" else "unix:")
+    listen, guard, other_guard = "127.0.0.1:0", [], []
+    if kind == "unix":
+        listen = f"unix:{tmp_path}/prefill.sock"
+    elif kind == "tcp":
+        guard = other_guard = ["--peer-secret-file", request.getfixturevalue("secret")]
+    else:
+        certificates = request.getfixturevalue("certificates")
+        guard = tls_flags(certificates, certificates.client)
+        other_guard = tls_flags(certificates, certificates.server)
+    prefill = start(embedded_model, listen, *other_guard)
+    assert prefill.address.startswith("unix:" if kind == "unix" else "127.0.0.1:")
     alone, _ = answer_of(generate())
     found, err = answer_of(
         generate("--prefill-from", prefill.address, "--prefill-remote", "always", *guard)
@@ -374,13 +391,44 @@ def test_a_process_of_another_secret_is_refused(
         assert salted.usage.remote_tokens > 0
 
 
+def test_a_process_of_another_authority_is_refused(
+    start: Start, roomy: TinyModel, certificates: Certificates, tmp_path: Path
+) -> None:
+    own = certificates.client
+    flags = tls_flags(certificates, certificates.server)
+    prefill = start(roomy.directory, "127.0.0.1:0", *flags)
+    whole = {
+        "peer_tls_ca_file": certificates.ca,
+        "peer_tls_cert_file": own,
+        "peer_tls_key_file": certificates.key_of(own),
+    }
+    other = Certificates(tmp_path)
+    theirs = {"peer_tls_cert_file": other.client, "peer_tls_key_file": other.key_of(other.client)}
+    for wrong, refusal in (
+        ({"peer_tls_ca_file": other.ca}, "the client says: "),
+        ({"peer_tls_server_name": "example"}, "the client says: "),
+        (theirs, "the client's certificate is refused: "),
+    ):
+        with engine_from(roomy, prefill.address, **(whole | wrong)) as engine:
+            assert refusal in prefill.refusal()
+            assert engine.generate(IDS, max_tokens=2).usage.remote_tokens == 0
+            (peer,) = engine.prefill_peers()
+            assert not peer.connected and "TLS: " in peer.error
+    with engine_from(roomy, prefill.address, **whole) as engine:
+        salted = engine.generate(IDS, max_tokens=2, cache_salt="ann")
+        assert salted.usage.remote_tokens > 0
+
+
 def test_a_secret_is_read_once(tmp_path: Path) -> None:
     """What was checked is what is used; a pipe can be read once."""
     path = tmp_path / "secret"
     path.write_bytes(SECRET)
     checked = _ranges.secret_file(str(path))
     path.write_bytes(b"short")
-    options = {"peer_dead_after": 3.0, "peer_secret_file": checked}
+    options = {
+        **_options.of_part("connection", _options.whole_engine({})),
+        "peer_secret_file": checked,
+    }
     assert _prefill.connection_fields(options)["secret"] == SECRET
     assert checked == str(path) and SECRET.decode() not in repr(checked)
     with pytest.raises(quire.BadArgumentError, match="at least 16"):
@@ -444,6 +492,17 @@ def test_auto_computes_short_prompts_here(start: Start, roomy: TinyModel) -> Non
         (["prefill", "--listen", "unix:"], "unix:PATH"),
         (["prefill", "--listen", "127.0.0.1:0", "--peer-secret-file", "SHORT"], "at least 16"),
         (["serve", "--prefill-listen", "192.0.2.1:7000"], "--peer-secret-file FILE"),
+        (["prefill", "--listen", "0.0.0.0:0"], "or TLS with --peer-tls-ca-file, "),
+        (["prefill", "--listen", "0.0.0.0:0", "--peer-tls-cert-file", "/no/such"], "No such file"),
+        (
+            ["prefill", "--listen", "0.0.0.0:0", "--peer-tls-cert-file", "SHORT"],
+            "go together, and --peer-tls-ca-file is not given",
+        ),
+        (
+            ["prefill", "--listen", "127.0.0.1:0", "--peer-tls-server-name", "example"],
+            "--peer-tls-server-name is 'example', and --peer-tls-ca-file, ",
+        ),
+        (["generate", "x", "--peer-tls-ca-file", "SHORT"], "no effect without --prefill-from"),
         (["generate", "x", "--prefill-from", "a:1,,b:2"], "no address"),
         (["generate", "x", "--prefill-remote", "always"], "no effect without --prefill-from"),
         (["generate", "x", "--on-peer-loss", "fail"], "no effect without --prefill-from"),
@@ -473,6 +532,12 @@ def test_options_of_engines_are_checked(roomy: TinyModel, tmp_path: Path) -> Non
         ({"prefill_from": ["127.0.0.1:1"], "staging_bytes": 3}, "staging_bytes is 3"),
         ({"peer_secret_file": short}, "at least 16"),
         ({"peer_dead_after": 0.1}, "peer_dead_after"),
+        ({"peer_tls_ca_file": short, "peer_tls_key_file": short}, "peer_tls_cert_file is not"),
+        (
+            {f"peer_tls_{name}_file": short for name in ("ca", "cert", "key")}
+            | {"prefill_from": "127.0.0.1:1"},
+            "tls_ca_file .*short. is of no use",
+        ),
     ):
         with pytest.raises(quire.BadArgumentError, match=expected):
             quire.Engine(roomy.directory, threads=1, **options)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import quire
+from program import Certificates
 from quire import KVCache, LayerSpec, TransferListener, TransferPeer
 from test_transfer import LAYERS, extend, make_cache
 
@@ -107,6 +108,66 @@ def test_a_prompt_of_another_process_goes_on_here_bit_for_bit(
         stats = peer.stats()
         assert stats["bytes_received"] == prefill.do("stats")["bytes_sent"] > 0
         cache.check_invariants()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def tls_of(certificates: Certificates, own: Path) -> dict[str, Path]:
+    return {
+        "tls_ca_file": certificates.ca,
+        "tls_cert_file": own,
+        "tls_key_file": certificates.key_of(own),
+    }
+
+
+def test_a_prompt_comes_through_tls_bit_for_bit(
+    start: Callable[..., OtherProcess], certificates: Certificates, tmp_path: Path
+) -> None:
+    """Certificates stand for the secret: a salt may travel. Others are refused by either side."""
+    server, own = certificates.server, tls_of(certificates, certificates.client)
+    files = (certificates.ca, server, certificates.key_of(server))
+    prefill = start("prefill", "127.0.0.1:0", "5", *map(str, files))
+    endpoint = prefill.read()
+    cache, alone = make_cache(16), make_cache(16)
+    others = Certificates(tmp_path)
+    for wrong, why in (
+        (own | {"tls_ca_file": others.ca}, "certificate is refused.*tls_ca_file"),
+        (own | {"tls_server_name": "example"}, "not example's.*tls_server_name"),
+        (tls_of(certificates, others.client), "the server says: "),
+        ({}, None),
+    ):
+        with pytest.raises(quire.UnavailableError, match=why):
+            TransferPeer.connect(endpoint, cache, model="test", **wrong)
+    with TransferPeer.connect(endpoint, cache, model="test", **own) as peer:
+        cache.receive_from(peer)
+        receive = cache.disagg_prepare_recv(0, len(PROMPT))
+        peer.request(receive, PROMPT, job=3, cache_salt="of ann", timeout=SECONDS)
+        assert prefill.do("take") == [3, PROMPT]
+        prefill.do("forward", 0, 40)
+        cache.wait_received(receive.epoch, 40, timeout=SECONDS)
+        cache.disagg_commit_recv(receive.epoch, 40)
+        extend(alone, 0, 40)
+        assert same_outputs(extend(cache, 40, 3), extend(alone, 40, 3))
+        prefill.kill()
+        with pytest.raises(quire.UnavailableError):
+            peer.next_request(SECONDS)
+
+
+def test_tls_needs_all_of_its_files(certificates: Certificates) -> None:
+    cache = make_cache(16)
+    whole = tls_of(certificates, certificates.server)
+    for name in whole:
+        for wrong, why in (("", f"{name} is empty"), ("/no/such/file", f"{name} .*/no/such/file")):
+            options = whole | {name: Path(wrong) if wrong else ""}
+            with pytest.raises(quire.BadArgumentError, match=why):
+                TransferListener("0.0.0.0:0", cache, **options)
+            with pytest.raises(quire.BadArgumentError, match=why):
+                TransferPeer.connect("127.0.0.1:1", cache, **options)
+    with TransferListener("0.0.0.0:0", cache, **whole):
+        pass
 
 
 def test_a_killed_prefill_process_leaves_the_cache_as_it_was(
@@ -416,9 +477,12 @@ def say(answer: Any) -> None:
     print(json.dumps(answer), flush=True)
 
 
-def prefill_process(bind: str, page_size: str) -> None:
+def prefill_process(bind: str, page_size: str, *tls: str) -> None:
+    """With TLS, of the three files, or with a secret."""
     cache = make_cache(int(page_size))
-    listener = TransferListener(bind, cache, model="test", secret="a secret")
+    names = ("tls_ca_file", "tls_cert_file", "tls_key_file") if tls else ("secret",)
+    guard = dict(zip(names, tls or ("a secret",), strict=True))
+    listener = TransferListener(bind, cache, model="test", **guard)
     say(listener.endpoint)
     peer = listener.accept(SECONDS)
     cache.send_through(peer)

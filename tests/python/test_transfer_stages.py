@@ -1,8 +1,9 @@
-"""A transfer whose sender is lost at each of its stages: the receiver notices, keeps the rows that
-came, computes the others, and goes on with the bits of a cache that was alone.
+"""A transfer one of whose sides is lost at each of its stages. The receiver notices, keeps the rows
+that came, computes the others, and goes on with the bits of a cache that was alone. The sender's
+forwards go on, no page is held, and the next receiver gets all.
 
-Run as a program, this file is the sender: it makes a cache for each connection and does what it
-reads, one line a command. Or it is the network between the two.
+Run as a program, this file is the side that is lost: it makes a cache for each connection and does
+what it reads, one line a command. Or it is the network between the two.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ STAGES = {
     "committed": PROMPT,
 }
 FAULTS = ("killed", "stopped", "reset", "half closed")
+# How many calls of the sender's two forwards (Forwards.CALLS) were made at a stage.
+CALLS_MADE = dict(zip(STAGES, (0, 0, 0, 0, 1, 2, 3, 4, 6, 8, 8, 8), strict=True))
 
 
 class Program:
@@ -75,6 +78,38 @@ class Program:
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             stream.close()
+
+
+class Forwards:
+    """The prompt of a cache in two forwards, call by call."""
+
+    CALLS: tuple[tuple[Any, ...], ...] = (
+        ("begin", 0, FIRST),
+        ("layer", 0),
+        ("layer", 1),
+        ("end",),
+        ("begin", FIRST, PROMPT - FIRST),
+        ("layer", 0),
+        ("layer", 1),
+        ("end",),
+    )
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.outputs: list[list[np.ndarray]] = [[] for _ in LAYERS]  # by layer
+        self._begun = (0, 0)
+
+    def do(self, call: str, *arguments: int) -> None:
+        if call == "begin":
+            self._begun = (arguments[0], arguments[1])
+            self.cache.begin_forward([0], [arguments[1]])
+        elif call == "layer":
+            layer, (start, count) = arguments[0], self._begun
+            out = np.zeros((count, LAYERS[layer].num_qo_heads, 16), np.float32)
+            self.cache.attention_with_fused_qkv(layer, inputs(layer, start, count), out)
+            self.outputs[layer].append(out)
+        else:
+            self.cache.end_forward()
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +176,7 @@ def test_a_lost_sender_costs_no_bit_and_no_page(fault: str, lasting: Program) ->
                 elif fault == "stopped":
                     sender.process.send_signal(signal.SIGSTOP)
                 else:
-                    proxy.do(fault)
+                    proxy.do(fault, "near")
                 check_receiver(stage, cache, peer, epoch)
             cache.check_invariants()
             cache.remove_sequence(0)
@@ -189,6 +224,106 @@ def check_receiver(stage: str, cache: KVCache, peer: TransferPeer, epoch: int) -
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True)), stage
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_lost_receiver_costs_no_forward_and_no_page(fault: str) -> None:
+    receiver = Program("receiver")
+    for stage in STAGES:
+        cache = make_cache(16)
+        free = cache.get_num_available_pages()
+        # As above.
+        dead_after = 2.0 if fault == "stopped" else SECONDS
+        options = {"model": "test", "heartbeat": 0.05, "dead_after": dead_after}
+        with TransferListener("127.0.0.1:0", cache, **options) as listener:
+            proxy = Program("proxy", listener.endpoint)
+            try:
+                peer, forwards = send_to(stage, receiver, cache, listener, proxy.endpoint)
+                if fault == "killed":
+                    receiver.process.kill()
+                elif fault == "stopped":
+                    receiver.process.send_signal(signal.SIGSTOP)
+                else:
+                    proxy.do(fault, "far")
+                check_sender(stage, cache, peer, forwards)
+                assert cache.get_num_available_pages() == free, stage
+                check_next_receiver(cache, listener)
+            finally:
+                receiver.process.send_signal(signal.SIGCONT)
+                proxy.close()
+                if fault == "killed":
+                    receiver.close()
+                    receiver = Program("receiver")
+        if fault != "killed":
+            assert receiver.do("finish") == "as before", stage
+    receiver.close()
+
+
+def send_to(
+    stage: str, receiver: Program, cache: KVCache, listener: TransferListener, endpoint: str
+) -> tuple[TransferPeer, Forwards]:
+    """Everything up to a stage."""
+    receiver.tell("connect", endpoint)
+    peer = listener.accept(SECONDS)
+    cache.send_through(peer)
+    assert receiver.read() == "done"
+    forwards = Forwards(cache)
+    made = 0
+    for name in list(STAGES)[: list(STAGES).index(stage) + 1]:
+        for call in Forwards.CALLS[made : CALLS_MADE[name]]:
+            forwards.do(*call)
+        made = CALLS_MADE[name]
+        if name == "requested":
+            receiver.do("request")
+        elif name == "taken":
+            request = peer.next_request(SECONDS)
+        elif name == "marked":
+            cache.disagg_mark_send(0, 0, request.map, peer=0)
+        elif name in ("first forward", "received"):
+            receiver.do("wait", STAGES[name])
+        elif name == "committed":
+            receiver.do("commit", PROMPT)
+    return peer, forwards
+
+
+def check_sender(stage: str, cache: KVCache, peer: TransferPeer, forwards: Forwards) -> None:
+    with pytest.raises((quire.UnavailableError, quire.RemoteError)):
+        while True:  # what was asked for before is given first
+            peer.next_request(SECONDS)
+    alone = make_cache(5)
+    expected = [*extend(alone, 0, PROMPT), *extend(alone, PROMPT, 3)]
+    left = Forwards.CALLS[CALLS_MADE[stage] :]
+    for call in left:
+        forwards.do(*call)
+    found = [*map(np.concatenate, forwards.outputs), *extend(cache, PROMPT, 3)]
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True)), stage
+    was_marked = list(STAGES).index(stage) >= list(STAGES).index("marked")
+    if was_marked and left:
+        progress = cache.send_progress(0)
+        assert progress.failure and not progress.active, stage
+    peer.close()
+    cache.check_invariants()
+    cache.remove_sequence(0)
+
+
+def check_next_receiver(cache: KVCache, listener: TransferListener) -> None:
+    cache.add_sequence(0)
+    other, alone = make_cache(5), make_cache(16)
+    with TransferPeer.connect(listener.endpoint, other, model="test") as to:
+        other.receive_from(to)
+        with listener.accept(SECONDS) as of:
+            cache.send_through(of)
+            receive = other.disagg_prepare_recv(0, PROMPT)
+            to.request(receive)
+            cache.disagg_mark_send(0, 0, of.next_request(SECONDS).map, peer=0)
+            extend(cache, 0, PROMPT)
+            other.wait_received(receive.epoch, PROMPT, SECONDS)
+            other.disagg_commit_recv(receive.epoch, PROMPT)
+            cache.remove_sequence(0)
+            cache.send_through(None)
+    extend(alone, 0, PROMPT)
+    found, expected = extend(other, PROMPT, 3), extend(alone, PROMPT, 3)
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 # ------------------------------------------------------------------------------ the other process
 
 
@@ -218,9 +353,11 @@ def run_proxy(endpoint: str) -> None:
     while True:
         ready, _, _ = select.select([sys.stdin, *other], [], [])
         if sys.stdin in ready:
-            if json.loads(sys.stdin.readline()) == ["half closed"]:
-                near.shutdown(socket.SHUT_WR)  # the receiver reads an end, and may go on writing
-                del other[far]
+            fault, whose = json.loads(sys.stdin.readline())
+            if fault == "half closed":
+                side = near if whose == "near" else far
+                del other[other[side]]
+                side.shutdown(socket.SHUT_WR)  # it reads an end, and may go on writing
                 say("done")
                 continue
             for each in (near, far):
@@ -237,11 +374,12 @@ def run_proxy(endpoint: str) -> None:
 def run_sender() -> None:
     listener = TransferListener("127.0.0.1:0", make_cache(5), model="test", dead_after=SECONDS)
     say(listener.endpoint)
-    cache, peer, request, begun = make_cache(5), None, None, (0, 0)
+    peer, request = None, None
+    forwards = Forwards(cache := make_cache(5))
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         if command == "connect":
-            cache = make_cache(5)
+            forwards = Forwards(cache := make_cache(5))
             continue
         if command == "accept":
             peer = listener.accept(SECONDS)
@@ -250,15 +388,8 @@ def run_sender() -> None:
             request = peer.next_request(SECONDS)
         elif command == "mark" and request is not None:
             cache.disagg_mark_send(0, 0, request.map, peer=0)
-        elif command == "begin":
-            begun = (arguments[0], arguments[1])
-            cache.begin_forward([0], [begun[1]])
-        elif command == "layer":
-            layer = arguments[0]
-            out = np.zeros((begun[1], LAYERS[layer].num_qo_heads, 16), np.float32)
-            cache.attention_with_fused_qkv(layer, inputs(layer, *begun), out)
-        elif command == "end":
-            cache.end_forward()
+        elif command in ("begin", "layer", "end"):
+            forwards.do(command, *arguments)
         elif command == "finish":
             if peer is not None:
                 peer.close()
@@ -272,8 +403,46 @@ def run_sender() -> None:
         say("done")
 
 
+def run_receiver() -> None:
+    say("ready")
+    cache, peer, receive = make_cache(5), None, None
+    for line in sys.stdin:
+        command, *arguments = json.loads(line)
+        if command == "connect":
+            cache = make_cache(5)
+            peer = TransferPeer.connect(
+                arguments[0], cache, model="test", connect_timeout=SECONDS, dead_after=SECONDS
+            )
+            cache.receive_from(peer)
+        elif command == "request" and peer is not None:
+            receive = cache.disagg_prepare_recv(0, PROMPT)
+            peer.request(receive, range(PROMPT), job=1)
+        elif command == "wait" and receive is not None:
+            cache.wait_received(receive.epoch, arguments[0], SECONDS)
+        elif command == "commit" and receive is not None:
+            cache.disagg_commit_recv(receive.epoch, arguments[0])
+            receive = None
+        elif command == "finish" and peer is not None:
+            if receive is not None:
+                try:
+                    cache.wait_received(receive.epoch, PROMPT, SECONDS)
+                except (quire.UnavailableError, quire.RemoteError):  # the sender has given it up
+                    pass
+                cache.disagg_cancel_recv(receive.epoch)
+            peer.close()
+            cache.check_invariants()
+            cache.remove_sequence(0)
+            all_of_it = make_cache(5).get_num_available_pages()
+            peer = receive = None
+            say("as before" if cache.get_num_available_pages() == all_of_it else "pages are lost")
+            continue
+        say("done")
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "proxy":
         run_proxy(sys.argv[2])
-    else:
+    elif sys.argv[1] == "sender":
         run_sender()
+    else:
+        run_receiver()

@@ -18,6 +18,7 @@ SAMPLING = (*[name for name, option in _options.SAMPLING.items() if option.flag]
 ENGINE = tuple(name for name, option in _options.ENGINE.items() if option.flag)
 _ENTRIES = (*_options.ENGINE.items(), *_options.SAMPLING.items())
 _FLAGS = {name: option.flag for name, option in _ENTRIES if option.flag is not None}
+_CONNECTION = tuple(name for name, option in _ENTRIES if option.part == "connection")
 
 
 class UsageError(Exception):
@@ -98,7 +99,7 @@ def check_effect(options: argparse.Namespace) -> None:
         listens = hasattr(options, "prefill_listen")
         either = "--prefill-from or --prefill-listen" if listens else "--prefill-from"
         connects = peers or has("prefill_listen")
-        needs(("peer_secret_file", "peer_dead_after"), connects, either)
+        needs(_CONNECTION, connects, either)
     _check_greedy(options, by_line)
 
 
@@ -117,7 +118,8 @@ def _check_greedy(options: argparse.Namespace, by_line: bool) -> None:
 _MEMBERS = re.compile(
     r"(?:EngineOptions|SamplingOptions)::(?:speculation\.)?(\w+)|"
     rf"(?<![\w./'\"-])({'|'.join(name for name in (*SAMPLING, *ENGINE) if '_' in name)})"
-    r"(?:_size)?(?![\w/'\"-]|\.\w)"
+    r"(?:_size)?(?![\w/'\"-]|\.\w)|"
+    r"(?<![\w./'\"-])(tls_(?:ca_file|cert_file|key_file|server_name))(?![\w/'\"-])"
 )
 # Names of the library for which the program has another one.
 _NAMES = {"branches": "draft_branches", "prefill_chunk_size": "prefill_chunk"}
@@ -137,7 +139,7 @@ def in_field_words(message: str) -> str:
 
 def _renamed(message: str, typed: Callable[[str], str]) -> str:
     def replaced(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
+        name = match[1] or match[2] or f"peer_{match[3]}"
         return typed(_NAMES.get(name, name))
 
     return _MEMBERS.sub(replaced, re.sub(r"^(Engine::\w+|\w+Options): ", "", message))
@@ -253,15 +255,17 @@ def add_peers(command: argparse.ArgumentParser) -> None:
 def check_reach(
     command: str, option: str, address: str | None, options: argparse.Namespace
 ) -> None:
-    """UsageError for an address of other machines without a secret."""
+    """UsageError for an address of other machines without a secret or TLS."""
     from quire.serve.addresses import is_loopback
 
-    if address is None or address.startswith("unix:") or options.peer_secret_file is not None:
+    is_guarded = options.peer_secret_file is not None or options.peer_tls_cert_file is not None
+    if address is None or address.startswith("unix:") or is_guarded:
         return
     if not is_loopback(address.rpartition(":")[0].strip("[]")):
         raise UsageError(
             f"{command}: {option} {address} is reached from other machines: give "
-            "--peer-secret-file FILE, the same content on both sides"
+            "--peer-secret-file FILE, the same content on both sides, or TLS with "
+            "--peer-tls-ca-file, --peer-tls-cert-file and --peer-tls-key-file"
         )
 
 

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         type=ranges.address,
         metavar="ADDR",
         help="HOST:PORT to listen on, port 0 being any that is free, or unix:PATH for processes of "
-        "this machine; one that other machines reach needs --peer-secret-file",
+        "this machine; one that other machines reach needs --peer-secret-file or TLS",
     )
     address.add_argument(
         "--peers-max",

@@ -75,7 +75,12 @@ Result<std::unique_ptr<RedisCluster>> RedisCluster::Create(const RedisTierOption
   QUIRE_RETURN_IF_ERROR(CheckTls(options, seeds));
   std::shared_ptr<const TlsContext> tls;
   if (options.tls) {
-    QUIRE_ASSIGN_OR_RETURN(tls, TlsContext::Create(options));
+    QUIRE_ASSIGN_OR_RETURN(tls, TlsContext::Create({.prefix = "redis.tls",
+                                                    .verify = options.tls_verify,
+                                                    .ca_file = options.tls_ca_file,
+                                                    .cert_file = options.tls_cert_file,
+                                                    .key_file = options.tls_key_file,
+                                                    .server_name = options.tls_server_name}));
   }
   return std::unique_ptr<RedisCluster>(
       new RedisCluster(options, std::move(tls), std::move(seeds), std::move(clock)));

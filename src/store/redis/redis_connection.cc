@@ -37,7 +37,7 @@ Result<bool> RedisConnection::Connect() {
   return tls_ == nullptr ? Result<bool>(true) : tls_->Handshake();
 }
 
-Status RedisConnection::Flush() { return tls_ == nullptr ? Status() : tls_->Flush(); }
+Status RedisConnection::Flush() { return tls_ == nullptr ? Status() : tls_->Flush().status(); }
 
 Result<size_t> RedisConnection::Send(std::span<const std::span<const std::byte>> spans) {
   return tls_ == nullptr ? socket_.Write(spans) : tls_->Write(spans);

@@ -12,10 +12,9 @@ namespace {
 
 using namespace redis_test;  // NOLINT(google-build-using-namespace)
 
-#define QUIRE_NEEDS_TLS()                      \
-  QUIRE_NEEDS_REDIS();                         \
-  if (RunProgram({"openssl", "version"}) != 0) \
-  GTEST_SKIP() << "openssl is not installed; tools/setup.sh does it"
+#define QUIRE_NEEDS_TLS() \
+  QUIRE_NEEDS_REDIS();    \
+  if (!HaveOpenssl()) GTEST_SKIP() << "openssl is not installed; tools/setup.sh does it"
 
 const TestCertificates& Certificates() {
   static const TestCertificates certificates;

@@ -5,7 +5,6 @@
 #include <hiredis/hiredis.h>
 #include <netinet/in.h>
 #include <signal.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -60,20 +59,6 @@ int FreePort() {
   }
 }
 
-// The child dies with its parent, even if a test is killed.
-pid_t Spawn(const std::vector<std::string>& command, int output) {
-  std::vector<char*> argv;
-  for (const std::string& argument : command) argv.push_back(const_cast<char*>(argument.c_str()));
-  argv.push_back(nullptr);
-  const pid_t pid = fork();
-  if (pid != 0) return pid;
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  dup2(output, STDOUT_FILENO);
-  dup2(output, STDERR_FILENO);
-  execvp(argv[0], argv.data());
-  _exit(127);
-}
-
 std::string TextOf(const redisReply* reply) {
   if (reply->type == REDIS_REPLY_INTEGER) return std::to_string(reply->integer);
   if (reply->type == REDIS_REPLY_NIL) return "(nil)";
@@ -85,15 +70,6 @@ std::string TextOf(const redisReply* reply) {
 }
 
 }  // namespace
-
-int RunProgram(const std::vector<std::string>& command) {
-  const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
-  const pid_t pid = Spawn(command, null);
-  close(null);
-  int status = 0;
-  waitpid(pid, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-}
 
 bool HaveRedisServer() {
   static const bool have =
@@ -153,7 +129,7 @@ void RedisServer::Start() {
                                       "--logfile",
                                       ""};
   command.insert(command.end(), arguments_.begin(), arguments_.end());
-  pid_ = Spawn(command, pipe_fds[1]);
+  pid_ = SpawnProgram(command, pipe_fds[1]);
   close(pipe_fds[1]);
   AwaitLog("Ready to accept connections");
 }

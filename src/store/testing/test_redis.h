@@ -13,15 +13,13 @@
 #include <thread>
 #include <vector>
 
-#include "store/testing/test_certificates.h"
+#include "net/testing/run_program.h"
+#include "net/testing/test_certificates.h"
 
 namespace quire {
 
 // Whether redis-server and redis-cli are installed.
 bool HaveRedisServer();
-
-// Runs a program without output; its exit status.
-int RunProgram(const std::vector<std::string>& command);
 
 // A process of redis-server with a folder of its own. It ends with the object.
 class RedisServer {

@@ -1,10 +1,13 @@
 // Certificates for tests of TLS, made by the program openssl.
-#ifndef QUIRE_STORE_TESTING_TEST_CERTIFICATES_H_
-#define QUIRE_STORE_TESTING_TEST_CERTIFICATES_H_
+#ifndef QUIRE_NET_TESTING_TEST_CERTIFICATES_H_
+#define QUIRE_NET_TESTING_TEST_CERTIFICATES_H_
 
 #include <string>
 
 namespace quire {
+
+// Whether the program that makes them is installed; tools/setup.sh does it.
+bool HaveOpenssl();
 
 // Certificates of a test authority, in files that go with the object: the server's for localhost
 // and 127.0.0.1, a client's, and their keys. All PEM.
@@ -22,6 +25,8 @@ class TestCertificates {
   std::string client_key() const { return folder_ + "/client.key"; }
   // The same under a password.
   std::string locked_key() const { return folder_ + "/locked.key"; }
+  // As the server's, and its time was over yesterday; its key is the server's.
+  std::string expired() const { return folder_ + "/expired.pem"; }
 
  private:
   std::string folder_;
@@ -29,4 +34,4 @@ class TestCertificates {
 
 }  // namespace quire
 
-#endif  // QUIRE_STORE_TESTING_TEST_CERTIFICATES_H_
+#endif  // QUIRE_NET_TESTING_TEST_CERTIFICATES_H_
