@@ -12,6 +12,7 @@ import struct
 from pathlib import Path
 
 from quire import errors
+from quire._key_file import read_key_file
 
 INT_MAX = 2**63 - 1
 _KV_DTYPES = ("bfloat16", "float32", "float16", "int8", "fp8")
@@ -169,10 +170,8 @@ def switch(text: str) -> bool:
 
 def key_file(text: str) -> str:
     """A file that a signing key can be read from."""
-    from quire import store  # loads the library, which --help does not need
-
     try:
-        store.read_key_file(Path(text))
+        read_key_file(Path(text))
     except errors.BadArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except OSError as error:

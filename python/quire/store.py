@@ -27,6 +27,7 @@ import numpy as np
 
 from quire import _ffi, _options, errors, redis_url
 from quire._arrays import int_list
+from quire._key_file import read_key_file
 from quire._numbers import checked_fields, int64, milliseconds, text
 from quire._options import ChunkStoreOptions
 from quire.chunk_space import ChunkSpace
@@ -57,23 +58,6 @@ _IN_URL = (
     "tls_key_file",
     "tls_server_name",
 )
-_KEY_BYTES_MIN = 16  # kMacKeyBytesMin in include/quire/chunk_store.h
-
-
-def read_key_file(path: str | os.PathLike[str]) -> bytes:
-    """The content of a file as the key that chunks are signed with.
-
-    Raises:
-        BadArgumentError: it has fewer than 16 bytes. An empty key would switch signing off.
-        OSError: the file cannot be read.
-    """
-    key = Path(path).read_bytes()
-    if len(key) < _KEY_BYTES_MIN:
-        raise errors.BadArgumentError(
-            f"{os.fspath(path)}: {len(key)} bytes are too few for a signing key; it needs at least "
-            f"{_KEY_BYTES_MIN}, for example: head -c 32 /dev/urandom > {os.fspath(path)}"
-        )
-    return key
 
 
 @dataclasses.dataclass(frozen=True)
