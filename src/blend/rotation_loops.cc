@@ -1,11 +1,9 @@
 #include "blend/rotation_loops.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cstring>
-
-#include "base/check.h"
+#include <iterator>
 
 namespace quire {
 namespace {
@@ -61,30 +59,28 @@ namespace {
 
 namespace {
 
-struct LoopsFound {
-  std::array<const RotationLoops*, 3> loops{};
-  size_t count = 0;
-};
-
-LoopsFound FindLoops() {
-  LoopsFound found;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    found.loops[found.count++] = &avx512_loops::kLoops;
-  }
-  if (__builtin_cpu_supports("avx2")) found.loops[found.count++] = &avx2_loops::kLoops;
+constexpr const RotationLoops* kAllLoops[] = {&avx512_loops::kLoops, &avx2_loops::kLoops,
+                                              &plain_loops::kLoops};
+#else
+constexpr const RotationLoops* kAllLoops[] = {&plain_loops::kLoops};
 #endif
-  found.loops[found.count++] = &plain_loops::kLoops;
-  return found;
+
+// How many of these this CPU cannot run.
+size_t CountLacking() {
+#if defined(__x86_64__)
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (has_avx512) return 0;
+  if (__builtin_cpu_supports("avx2")) return 1;
+#endif
+  return std::size(kAllLoops) - 1;
 }
 
 }  // namespace
 
 std::span<const RotationLoops* const> AllRotationLoops() {
-  static const LoopsFound found = FindLoops();
-  QUIRE_DCHECK(found.count > 0);
-  return std::span(found.loops).first(found.count);
+  return std::span(kAllLoops).subspan(CountLacking());
 }
 
 }  // namespace quire
