@@ -8,10 +8,10 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from quire import _ffi, _numbers, errors
+from quire._key_file import read_unguessable
 
 __all__ = [
     "PEERS_MAX",
@@ -25,7 +25,6 @@ __all__ = [
 ]
 
 PEERS_MAX = 64  # of TransferListenerOptions
-_SECRET_BYTES_MIN = 16
 _TLS_FILES = ("peer_tls_ca_file", "peer_tls_cert_file", "peer_tls_key_file")
 # Signs of life for each time after which a peer without one counts as dead; at most this apart.
 _HEARTBEATS = 6
@@ -126,13 +125,7 @@ def read_secret_file(path: str | os.PathLike[str]) -> bytes:
     """
     if isinstance(path, ReadSecretFile):
         return path.secret
-    secret = Path(path).read_bytes()
-    if len(secret) < _SECRET_BYTES_MIN:
-        raise errors.BadArgumentError(
-            f"{os.fspath(path)}: {len(secret)} bytes are too few for a secret; it needs at least "
-            f"{_SECRET_BYTES_MIN}, for example: head -c 32 /dev/urandom > {os.fspath(path)}"
-        )
-    return secret
+    return read_unguessable(path, "secret")
 
 
 def connection_fields(options: Mapping[str, Any]) -> dict[str, Any]:

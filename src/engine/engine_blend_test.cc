@@ -122,17 +122,12 @@ TEST_P(EngineBlend, ADocumentOfACancelledRequestIsNotMissed) {
   const Outcome alone = Generate(Create().get(), question.prompt, Blend(question, 0.2));
   const auto engine = Create();
   Outcomes outcomes;
-  const int64_t holder = engine->Submit(Ask({3, 4}, 2).prompt, Exact()).value();
-  while (outcomes[{holder, 0}].bits.empty()) {
-    Step(engine.get(), &outcomes);
-    if (HasFatalFailure()) return;
-  }
+  const int64_t holder = Begin(engine.get(), Ask({3, 4}, 2).prompt, Exact(), &outcomes);
+  if (HasFatalFailure()) return;
   const int64_t id = engine->Submit(question.prompt, Blend(question, 0.2)).value();
   ASSERT_TRUE(engine->Cancel(holder).ok());
-  while (!engine->Idle()) {
-    Step(engine.get(), &outcomes);
-    if (HasFatalFailure()) return;
-  }
+  Finish(engine.get(), &outcomes);
+  if (HasFatalFailure()) return;
   const Outcome& blended = outcomes.at({id, 0});
   EXPECT_EQ(blended.blend->moved_tokens, alone.blend->moved_tokens);
   EXPECT_EQ(blended.bits, alone.bits);
@@ -146,16 +141,11 @@ TEST_P(EngineBlend, ADocumentOfARequestInWorkIsForked) {
   const Question question = Ask({1, 3}, 1);
   const auto engine = Create();
   Outcomes outcomes;
-  const int64_t holder = engine->Submit(Ask({3, 4}, 2).prompt, Exact()).value();
-  while (outcomes[{holder, 0}].bits.empty()) {
-    Step(engine.get(), &outcomes);
-    if (HasFatalFailure()) return;
-  }
+  Begin(engine.get(), Ask({3, 4}, 2).prompt, Exact(), &outcomes);
+  if (HasFatalFailure()) return;
   const int64_t id = engine->Submit(question.prompt, Blend(question, 0.2)).value();
-  while (!engine->Idle()) {
-    Step(engine.get(), &outcomes);
-    if (HasFatalFailure()) return;
-  }
+  Finish(engine.get(), &outcomes);
+  if (HasFatalFailure()) return;
   EXPECT_EQ((outcomes[{id, 0}].blend->moved_tokens), std::ssize(Document(3)));
   EXPECT_EQ((outcomes[{id, 0}].blend->learned_tokens), 1);
 }
@@ -316,10 +306,8 @@ TEST_P(EngineBlend, WithFewPagesExactRequestsStayExact) {
       ASSERT_TRUE(id.ok());
       index_of[*id] = i;
     }
-    while (!engine->Idle()) {
-      Step(engine.get(), &outcomes);
-      if (HasFatalFailure()) return;
-    }
+    Finish(engine.get(), &outcomes);
+    if (HasFatalFailure()) return;
     for (const auto& [key, outcome] : outcomes) {
       ASSERT_NE(outcome.reason, FinishReason::kError) << outcome.error;
       const auto index = index_of.find(key.first);

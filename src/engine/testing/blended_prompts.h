@@ -79,15 +79,27 @@ inline void Step(Engine* engine, Outcomes* outcomes) {
   static_cast<EngineImpl*>(engine)->CheckInvariants();
 }
 
+// Submits a prompt and steps until its answer has begun, or a step has failed. Returns its id.
+inline int64_t Begin(Engine* engine, const Tokens& prompt, const SamplingOptions& options,
+                     Outcomes* outcomes) {
+  const int64_t id = engine->Submit(prompt, options).value();
+  while ((*outcomes)[{id, 0}].bits.empty() && !testing::Test::HasFatalFailure())
+    Step(engine, outcomes);
+  return id;
+}
+
+// Steps until nothing is left to do, or a step has failed.
+inline void Finish(Engine* engine, Outcomes* outcomes) {
+  while (!engine->Idle() && !testing::Test::HasFatalFailure()) Step(engine, outcomes);
+}
+
 inline Outcome Generate(Engine* engine, const Tokens& prompt, const SamplingOptions& options) {
   Outcomes outcomes;
   const Result<int64_t> id = engine->Submit(prompt, options);
   EXPECT_TRUE(id.ok()) << id.status().ToString();
   if (!id.ok()) return {};
-  while (!engine->Idle()) {
-    Step(engine, &outcomes);
-    if (testing::Test::HasFatalFailure()) return {};
-  }
+  Finish(engine, &outcomes);
+  if (testing::Test::HasFatalFailure()) return {};
   return outcomes[{*id, 0}];
 }
 
