@@ -346,6 +346,9 @@ struct BlendUsage {
   int64_t moved_bytes = 0;    // of keys and values that were read
   double move_seconds = 0;    // that reading and rotating them took
   double select_seconds = 0;  // that comparing and ranking took
+  // Of RequestTimes::queue_seconds: from the first document that was begun to be read or computed
+  // to the last one.
+  double wait_seconds = 0;
 
   int64_t left_tokens() const { return moved_tokens - recomputed_tokens; }
 };

@@ -83,6 +83,8 @@ class BlendUsage:
         recomputed is from fresh KV, at the check layer (by the metric of the blend).
     moved_bytes: of keys and values; move_seconds: that reading and rotating them took;
         select_seconds: that comparing took.
+    wait_seconds: of `Usage.queue_seconds`, from the first document that was begun to be read or
+        computed to the last one.
     """
 
     approximate: bool = False
@@ -98,6 +100,7 @@ class BlendUsage:
     moved_bytes: int = 0
     move_seconds: float = dataclasses.field(default=0.0, compare=False)
     select_seconds: float = dataclasses.field(default=0.0, compare=False)
+    wait_seconds: float = dataclasses.field(default=0.0, compare=False)
 
 
 def _blend_usage(counts: dict[str, Any]) -> BlendUsage | None:

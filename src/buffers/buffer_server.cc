@@ -112,7 +112,10 @@ class SocketServer final : public BufferServer {
       if (entry.can_read) {
         const Result<size_t> count = connection->socket.Read(read_buffer_);
         if (!count.ok()) return false;
+        const bool was_open = session.is_open();
         if (*count > 0) session.Receive(std::span(read_buffer_).first(*count), now);
+        // Before the peer hears that it is connected.
+        if (!was_open && session.is_open()) ++open_connections_;
       }
       if (!Write(connection)) return false;
       session.Tick(clock_->SteadyNs());

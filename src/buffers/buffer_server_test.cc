@@ -203,6 +203,15 @@ TEST(BufferServer, AcceptsNoMoreConnectionsThanAllowed) {
   EXPECT_TRUE(ConnectLookupBuffer(server->endpoint()).ok());
 }
 
+TEST(BufferServer, CountsAConnectionBeforeItsClientHasOne) {
+  const auto server = Serve({});
+  std::vector<std::shared_ptr<LookupBuffer>> clients;
+  for (int64_t i = 1; i <= 200; ++i) {
+    clients.push_back(ConnectLookupBuffer(server->endpoint()).value());
+    ASSERT_EQ(server->connections(), i);
+  }
+}
+
 TEST(BufferServer, WhoSaysNoHelloIsShownOut) {
   const auto server = Serve({.dead_after = milliseconds(5)});
   RawClient silent(server->endpoint());

@@ -108,6 +108,8 @@ TEST_P(EngineBlendLayers, TheForwardThatTakesThemMovesThem) {
   EXPECT_EQ(outcome.blend->learned_tokens, known_.blend->learned_tokens);
   EXPECT_EQ(outcome.blend->exact_tokens, known_.blend->exact_tokens);
   EXPECT_EQ(outcome.blend->moved_bytes, known_.blend->moved_bytes);
+  EXPECT_GT(outcome.blend->wait_seconds, 0);
+  EXPECT_LE(outcome.blend->wait_seconds, outcome.times.queue_seconds);
   EXPECT_EQ(store_->cancelled, 0);
   // The documents are in pages now.
   store_->fetch_fault = [] { return Status(StatusCode::kUnavailable, "injected"); };

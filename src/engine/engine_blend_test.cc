@@ -71,6 +71,8 @@ TEST_P(EngineBlend, WhatIsMovedIsCountedAndApproximate) {
   EXPECT_GT(blend.deviation_mean, 0);
   EXPECT_LE(blend.deviation_mean, blend.deviation_max);
   EXPECT_GT(blend.learned_tokens, 0);
+  EXPECT_GT(blend.wait_seconds, 0);
+  EXPECT_LE(blend.wait_seconds, outcome.times.queue_seconds);
   EXPECT_GT(blend.moved_bytes, 0);
   EXPECT_EQ(blend.exact_tokens + blend.kept_tokens + blend.moved_tokens + blend.computed_tokens,
             std::ssize(question.prompt));
@@ -335,6 +337,7 @@ TEST_P(EngineBlend, IdleLearningDelaysNobody) {
   }
   EXPECT_EQ((outcomes[{id, 0}].bits), Full(question.prompt, Exact()));
   EXPECT_EQ((outcomes[{id, 0}].blend->learned_tokens), 0);
+  EXPECT_EQ((outcomes[{id, 0}].blend->wait_seconds), 0) << "nobody waits for idle lessons";
   while (!engine->Idle()) Step(engine.get(), &outcomes);
   // Prompts of the same documents are blended now.
   const Question other = Ask({4, 3, 2}, 2);
@@ -342,6 +345,7 @@ TEST_P(EngineBlend, IdleLearningDelaysNobody) {
       Generate(engine.get(), other.prompt, Blend(other, 0.0, DocumentLearning::kIdle));
   EXPECT_GT(blended.blend->moved_tokens, 30);
   EXPECT_EQ(blended.blend->learned_tokens, 0);
+  EXPECT_EQ(blended.blend->wait_seconds, 0) << "all of it is known";
   EXPECT_EQ(blended.bits, Generate(Create().get(), other.prompt, Blend(other, 0.0)).bits);
 }
 
@@ -464,6 +468,41 @@ TEST_P(EngineBlend, TheStoreHasExactTokensAlone) {
   EXPECT_GT(learned.blend->moved_tokens, 0);
   EXPECT_LE(learned.blend->learned_tokens, 3 * 8) << "documents came out of the store";
   EXPECT_EQ(learned.bits, Generate(Create().get(), reordered.prompt, Blend(reordered, 0.0)).bits);
+}
+
+// What is there as prefill gives it, in pages or in the store, needs no documents.
+TEST_P(EngineBlend, DocumentsInAnExactBeginningAreNotLearnt) {
+  const auto clock = std::make_shared<FakeClock>();
+  const auto store = std::make_shared<FakeChunkStore>(clock);
+  const StoreUseOptions use{.chunk_tokens = 8, .load_always = true, .clock = clock};
+  Passport identity;
+  identity.model = "test";
+  const Question question = Ask({1, 2, 3, 4}, 1);
+  const Bits full = Full(question.prompt, Exact());
+  const auto expect_exact = [&](const Outcome& outcome) {
+    ASSERT_TRUE(outcome.blend);
+    EXPECT_FALSE(outcome.blend->approximate);
+    EXPECT_EQ(outcome.blend->moved_tokens, 0);
+    EXPECT_EQ(outcome.bits, full);
+  };
+  const auto expect_found = [&](const Outcome& outcome) {
+    expect_exact(outcome);
+    EXPECT_LE(outcome.blend->learned_tokens, 1) << "of the prompt's own first document";
+    EXPECT_LT(outcome.blend->computed_tokens, 8) << "less than a chunk";
+  };
+  const auto writer = Create();
+  ASSERT_TRUE(writer->AttachStore(store, identity, use).ok());
+  EXPECT_EQ(Generate(writer.get(), question.prompt, Exact()).bits, full);
+  ASSERT_TRUE(writer->FlushStore(1000).ok());
+  expect_found(Generate(writer.get(), question.prompt, Blend(question, 0.0)));
+  const auto reader = Create();
+  ASSERT_TRUE(reader->AttachStore(store, identity, use).ok());
+  expect_found(Generate(reader.get(), question.prompt, Blend(question, 0.0)));
+  // A store that says so and then has nothing: they are computed in their places.
+  const auto misled = Create();
+  ASSERT_TRUE(misled->AttachStore(store, identity, use).ok());
+  store->fetch_fault = [] { return Status(StatusCode::kUnavailable, "injected"); };
+  expect_exact(Generate(misled.get(), question.prompt, Blend(question, 0.0)));
 }
 
 // Documents of which the last tokens, or all, are fewer than a chunk: however one engine has learnt

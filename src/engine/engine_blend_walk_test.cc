@@ -495,13 +495,18 @@ TEST_P(EngineBlendFaults, AStoreThatLiesIsNotBelieved) {
   EXPECT_GE(outcome.blend->learned_tokens, unknown_.blend->learned_tokens);
 }
 
-void FlipABit(const std::filesystem::path& file, RandomSequence* random) {
+// One bit of each 512 bytes: what fills a file up to its end may be anything.
+void FlipBits(const std::filesystem::path& file, RandomSequence* random) {
+  constexpr int64_t kStretch = 512;
   std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
-  const int64_t at = random->Below(static_cast<int64_t>(std::filesystem::file_size(file)));
-  stream.seekg(at);
-  const char byte = static_cast<char>(stream.get() ^ (1 << random->Below(8)));
-  stream.seekp(at);
-  stream.put(byte);
+  const auto size = static_cast<int64_t>(std::filesystem::file_size(file));
+  for (int64_t begin = 0; begin < size; begin += kStretch) {
+    const int64_t at = begin + random->Below(std::min(kStretch, size - begin));
+    stream.seekg(at);
+    const char byte = static_cast<char>(stream.get() ^ (1 << random->Below(8)));
+    stream.seekp(at);
+    stream.put(byte);
+  }
 }
 
 // The folder of the documents' KV, damaged between two processes.
@@ -514,7 +519,7 @@ TEST_P(EngineBlendFaults, ADamagedFolderChangesNoAnswer) {
   }
   ASSERT_GE(files.size(), 10U);
   RandomSequence random(SoakSeed(3));
-  for (const auto& file : files) FlipABit(file, &random);
+  for (const auto& file : files) FlipBits(file, &random);
   const auto store = Open("damaged");
   const auto engine = Create();
   Attach(engine.get(), store);

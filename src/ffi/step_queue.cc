@@ -126,6 +126,7 @@ constexpr Column kUsageColumns[] = {
     {"blend.moved_bytes", BlendColumn<&BlendUsage::moved_bytes>},
     {"blend.move_seconds", BlendColumn<&BlendUsage::move_seconds>},
     {"blend.select_seconds", BlendColumn<&BlendUsage::select_seconds>},
+    {"blend.wait_seconds", BlendColumn<&BlendUsage::wait_seconds>},
 };
 
 tf::Array<tf::String> NamesOf(std::span<const Column> columns) {

@@ -46,6 +46,8 @@ class LMCacheEngine:
         self._chunk_size = chunk_size
         self._capacity_bytes = capacity_bytes
         self._memory: SegmentMemory | None = None
+        # Unknown before the first ``store``; known after ``close``, which what was found outlives.
+        self._layer_count = sys.maxsize
 
     @property
     def memory(self) -> SegmentMemory:
@@ -64,6 +66,7 @@ class LMCacheEngine:
                 token_dim=_TOKEN_DIMS[self.fmt],
                 capacity_bytes=self._capacity_bytes,
             )
+            self._layer_count = self._memory.layer_count
         self._memory.store(tokens, kv_tensors_raw)
 
     def close(self) -> None:
@@ -77,26 +80,18 @@ class _Stored:
 
     def __init__(self, engine: LMCacheEngine) -> None:
         self._engine = engine
-        self._layer_count = sys.maxsize
         self._nothing = SegmentMemory(1, token_dim=self.token_dim)
 
     @property
     def layer_count(self) -> int:
-        self._memory()
-        return self._layer_count
+        return self._engine._layer_count
 
     @property
     def token_dim(self) -> int:
         return _TOKEN_DIMS[self._engine.fmt]
 
     def find(self, tokens: Any) -> FoundSegment:
-        return (self._memory() or self._nothing).find(tokens)
-
-    def _memory(self) -> SegmentMemory | None:
-        memory = self._engine._memory
-        if memory is not None:  # it stays known: what was found may outlive a ``close``
-            self._layer_count = memory.layer_count
-        return memory
+        return (self._engine._memory or self._nothing).find(tokens)
 
 
 class SPTBlendRetriever(BlendRetriever):

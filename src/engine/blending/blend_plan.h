@@ -70,11 +70,13 @@ class BlendPlan {
   // For movable()[index].
   Chain MovableChain(std::span<const int32_t> prompt, size_t index) const;
 
-  // Those that are to be learnt, but for what `knows(tokens)` says is known; `with_own`: also the
-  // prompt's own beginning, whatever is learnt. What is found from its middle on is used as far as
-  // it is held: to compute what stands before it would be more than it saves.
+  // Those that are to be learnt, but for what `knows(tokens)` says is known, and what lies in the
+  // first `exact` tokens, which are not moved; `with_own`: also the prompt's own beginning,
+  // whatever is learnt. What is found from its middle on is used as far as it is held: to compute
+  // what stands before it would be more than it saves.
   template <typename F>
-  std::vector<Chain> Unknown(std::span<const int32_t> prompt, bool with_own, F&& knows) const {
+  std::vector<Chain> Unknown(std::span<const int32_t> prompt, int64_t exact, bool with_own,
+                             F&& knows) const {
     std::vector<Chain> chains;
     const auto add = [&](Chain chain) {
       const bool is_repeated = std::any_of(chains.begin(), chains.end(), [&](const Chain& other) {
@@ -87,6 +89,7 @@ class BlendPlan {
     }
     if (request_.learn == DocumentLearning::kOff) return chains;
     for (size_t i = 0; i < movable_.size() && !pieces_.empty(); ++i) {
+      if (movable_[i].end <= exact) continue;
       if (found_.empty() || BeginsWithDocument(found_[i])) add(MovableChain(prompt, i));
     }
     return chains;

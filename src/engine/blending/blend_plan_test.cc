@@ -128,13 +128,21 @@ TEST(BlendPlan, TheOwnBeginningIsLearntWhereThatIsAskedFor) {
   const auto unknown = [&](const SamplingOptions& options, bool with_own) {
     const BlendPlan plan(Model(), prompt, *options.blend, {}, 40);
     std::vector<int64_t> sizes;
-    for (const auto& chain : plan.Unknown(prompt, with_own, [](const auto&) { return false; })) {
+    for (const auto& chain : plan.Unknown(prompt, 0, with_own, [](const auto&) { return false; })) {
       sizes.push_back(std::ssize(chain.tokens));
       EXPECT_EQ(chain.is_own, with_own && sizes.size() == 1);
     }
     return sizes;
   };
-  SamplingOptions options = Blending({{5, 12}, {12, 40}});
+  SamplingOptions options = Blending({{5, 12}, {12, 40}, {40, 50}});
+  const auto behind = [&](int64_t exact) {
+    const BlendPlan plan(Model(), prompt, *options.blend, {}, 40);
+    return std::ssize(plan.Unknown(prompt, exact, false, [](const auto&) { return false; }));
+  };
+  EXPECT_EQ(behind(39), 2) << "a part of a document is exact";
+  EXPECT_EQ(behind(40), 1);
+  EXPECT_EQ(behind(80), 0);
+  options = Blending({{5, 12}, {12, 40}});
   EXPECT_EQ(BlendPlan(Model(), prompt, *options.blend, {}, 40).own_end(), 12);
   EXPECT_EQ(unknown(options, false), (std::vector<int64_t>{5 + 28}));
   EXPECT_EQ(unknown(options, true), (std::vector<int64_t>{12, 5 + 28}));
@@ -152,7 +160,7 @@ TEST(BlendPlan, TheOwnBeginningIsLearntWhereThatIsAskedFor) {
   search.search = DocumentSearch::kAnchored;
   const BlendPlan found(Model(), prompt, search, {}, 40, 33);
   EXPECT_EQ(found.own_end(), 33);
-  const auto own = found.Unknown(prompt, true, [](const auto&) { return false; });
+  const auto own = found.Unknown(prompt, 0, true, [](const auto&) { return false; });
   ASSERT_EQ(own.size(), 1U);
   EXPECT_EQ(own[0].tokens, std::vector<int32_t>(prompt.begin(), prompt.begin() + 33));
 }
@@ -177,7 +185,7 @@ TEST(BlendPlan, FoundDocumentsAreMovedFromWhereTheyAreKnown) {
   EXPECT_EQ(plan.MovableChain(prompt, 0).tokens,
             (std::vector<int32_t>{known.begin(), known.begin() + 23}));
   // Nobody computes what stands before a part for its sake.
-  const auto unknown = plan.Unknown(prompt, false, [](const auto&) { return false; });
+  const auto unknown = plan.Unknown(prompt, 0, false, [](const auto&) { return false; });
   ASSERT_EQ(unknown.size(), 1U);
   EXPECT_EQ(unknown[0].tokens, std::vector<int32_t>(known.begin(), known.begin() + 23));
   const BlendPlan nothing(Model(), prompt, request, {}, 40);

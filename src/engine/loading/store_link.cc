@@ -131,6 +131,14 @@ FetchRequest StoreLink::RequestOf(const KeySpace& keys, std::span<const int32_t>
           .compute_seconds_per_token = options_.load_always ? 0 : compute_seconds_per_token};
 }
 
+int64_t StoreLink::Known(const PrefixSpace& space, std::span<const int32_t> tokens) const {
+  const int64_t end = ChunksEnd(static_cast<int64_t>(tokens.size()), true);
+  const KeySpace keys(KindOf(space).fingerprint, space.salt);
+  const auto chain =
+      keys.Chain(tokens.first(static_cast<size_t>(end)), chunk_tokens_, end % chunk_tokens_ != 0);
+  return chain.ok() ? std::min(end, store_->KnownPrefix(keys, *chain) * chunk_tokens_) : 0;
+}
+
 Result<std::vector<std::unique_ptr<PrefixLoad>>> StoreLink::StartLoads(
     std::span<const Wish> wishes, double compute_seconds_per_token) {
   std::vector<KeySpace> keys;

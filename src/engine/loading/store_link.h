@@ -62,6 +62,8 @@ class StoreLink {
   // Whether `length` tokens have chunks worth asking for behind the first `held` ones. `tail`: the
   // last one may be shorter.
   bool HasMore(int64_t length, int64_t held, bool tail) const;
+  // How many leading tokens the store has, as far as it knows without asking a disk or a network.
+  int64_t Known(const PrefixSpace& space, std::span<const int32_t> tokens) const;
   // What is asked for a request.
   struct Wish {
     const PrefixSpace* space = nullptr;

@@ -170,6 +170,15 @@ RequestTimes Request::TimesAt(int64_t now_ns) const noexcept {
   return times;
 }
 
+// A document that comes layer by layer ends with the forward of the prompt, which waits no more.
+double Request::DocumentSeconds() const noexcept {
+  if (documents_from_ns == kNotYet) return 0;
+  const bool is_admitted = admitted_ns != kNotYet;
+  const int64_t until =
+      is_admitted ? std::min(documents_until_ns, admitted_ns) : documents_until_ns;
+  return static_cast<double>(std::max<int64_t>(0, until - documents_from_ns)) * 1e-9;
+}
+
 void Request::NoteStep(int64_t step) noexcept {
   QUIRE_DCHECK(step >= last_step) << "steps are counted up";
   if (std::exchange(last_step, step) != step) ++steps;

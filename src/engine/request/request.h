@@ -87,6 +87,7 @@ struct Request {
     return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
   }
   RequestTimes TimesAt(int64_t now_ns) const noexcept;
+  double DocumentSeconds() const noexcept;  // BlendUsage::wait_seconds
   // Its leader begins, for the first time or again, behind what was found of it.
   void NoteFound() noexcept;
   // Its blend is not the one of its recipe: nobody else goes on from it, as nobody could tell what
@@ -101,6 +102,7 @@ struct Request {
   // failing.
   static void ReserveTokens(Sample* sample, int64_t count);
 
+  static constexpr int64_t kNotYet = -1;  // a time that has not come
   int64_t id;
   int64_t prompt_tokens;
   SamplingOptions options;
@@ -112,6 +114,8 @@ struct Request {
   // what they computed.
   std::vector<int64_t> learners = {};
   int64_t learned_tokens = 0;
+  // When the first of them was begun and the last of them ended, by the engine's clock; kNotYet.
+  int64_t documents_from_ns = kNotYet, documents_until_ns = kNotYet;
   int64_t learns_for = kNobody;  // of such a request: nobody is told of its end
   static constexpr int64_t kNobody = -1;
   bool is_idle = false;  // such a request that comes in when no other one is there
@@ -129,6 +133,7 @@ struct Request {
   std::unique_ptr<PrefixLoad> load;
   std::shared_ptr<ChunkFetch> prefetch;  // into the store's RAM, until the load begins; or null
   bool looked_up = false;                // the store was asked since it came to wait
+  int64_t asked_ns = kNotYet;            // when the store was asked first
   bool held_back = false;                // from being admitted, for what a store is bringing
   int64_t lookups = 0;
   // While it runs: chunks behind the leader's tokens, which its next forward takes layer by layer.
@@ -149,7 +154,6 @@ struct Request {
   double load_seconds = 0;
   int64_t completion_tokens = 0;
   // When, by the engine's clock; kNotYet. In how many forwards it was, and in which one last.
-  static constexpr int64_t kNotYet = -1;
   int64_t submitted_ns = 0, admitted_ns = kNotYet, first_token_ns = kNotYet;
   int64_t steps = 0, last_step = kNotYet;
   bool admitted_before = false;

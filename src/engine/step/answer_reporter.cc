@@ -18,6 +18,7 @@ BlendUsage BlendUsageOf(const Request& request) noexcept {
   usage.exact_tokens = std::min(found, request.exact_start);
   usage.kept_tokens = found - usage.exact_tokens;
   usage.learned_tokens = request.learned_tokens;
+  usage.wait_seconds = request.DocumentSeconds();
   usage.computed_tokens = request.prompt_tokens - found - usage.moved_tokens;
   return usage;
 }

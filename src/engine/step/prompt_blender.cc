@@ -124,6 +124,13 @@ PrefixSpace PromptBlender::LearnerSpace(const Request& request,
   return space;
 }
 
+// How much of the prompt is retained, or in the store, as prefill gives it. Should it be gone when
+// the prompt comes in, documents in it are computed in their places.
+int64_t PromptBlender::ExactTokens(const Request& request, std::span<const int32_t> prompt) const {
+  const int64_t held = parts_.prefix_cache->Find(prompt, request.space.exact()).length;
+  return std::max(held, parts_.store->KnownTokens(request));
+}
+
 // A prompt of its own for each document that is not known: its KV is computed behind the anchor, or
 // comes from the store, and is kept and stored like that of any prompt. The prompt's own beginning
 // needs one only for its tail chunk: the prompt goes on behind it, so neither asks the store for
@@ -148,9 +155,11 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
              std::ranges::equal(other->prompt_of(other->samples.front()), chain);
     });
   };
+  // Nobody waits for idle lessons, and other prompts may move what they learn.
+  const int64_t exact = is_idle ? 0 : ExactTokens(request, prompt);
   const int64_t own_end = request.blend->own_end();
   const bool with_own = own_end < request.prompt_tokens && parts_.store->EndsInTail(own_end);
-  for (const BlendPlan::Chain& document : request.blend->Unknown(prompt, with_own, knows)) {
+  for (const BlendPlan::Chain& document : request.blend->Unknown(prompt, exact, with_own, knows)) {
     const std::span<const int32_t> chain = document.tokens;
     const bool waits_for_others = is_idle && !document.is_own;
     if (waits_for_others && is_to_be_learnt(chain, LearnerSpace(request, chain))) continue;
@@ -195,6 +204,13 @@ void PromptBlender::NoteLearnt(const Request& learner) noexcept {
   Request* const request = parts_.requests->Find(learner.learns_for);
   if (request == nullptr) return;
   request->learned_tokens += learner.prompt_tokens - learner.cached.total();
+  if (learner.is_idle) return;  // nobody waited for it
+  const bool was_asked = learner.asked_ns != Request::kNotYet;
+  const int64_t from = was_asked ? learner.asked_ns : learner.admitted_ns;
+  QUIRE_CHECK(from != Request::kNotYet) << "request " << learner.id << " ends before it begins";
+  int64_t& first = request->documents_from_ns;
+  first = first == Request::kNotYet ? from : std::min(first, from);
+  request->documents_until_ns = parts_.clock->SteadyNs();
 }
 
 // ---- Forwards

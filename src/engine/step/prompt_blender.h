@@ -90,6 +90,7 @@ class PromptBlender {
   FoundRows FindDocuments(const Request& request, const BlendPiece& piece);
   Request* BringerOf(const Request& request, std::span<const int32_t> chain) const;
   std::vector<std::unique_ptr<Request>> MakeLearners(const Request& request);
+  int64_t ExactTokens(const Request& request, std::span<const int32_t> prompt) const;
   PrefixSpace LearnerSpace(const Request& request, std::span<const int32_t> chain) const;
   const ModelInfo& model() const { return parts_.limits->model->info(); }
 

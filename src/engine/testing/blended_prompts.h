@@ -58,6 +58,7 @@ struct Outcome {
   int64_t cached_tokens = 0;
   std::optional<BlendUsage> blend;
   std::optional<BlendUsage> first_blend;  // as told with the first token of the request
+  RequestTimes times;
 };
 using Outcomes = std::map<std::pair<int64_t, int64_t>, Outcome>;
 
@@ -73,6 +74,7 @@ inline void Step(Engine* engine, Outcomes* outcomes) {
     outcome.reason = output.finish_reason;
     outcome.error = output.error;
     outcome.cached_tokens = output.cached_tokens;
+    outcome.times = output.times;
     if (output.blend) outcome.blend = output.blend;
     if (!outcome.first_blend) outcome.first_blend = output.blend;
   }

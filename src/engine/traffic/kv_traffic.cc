@@ -11,6 +11,7 @@ KVTraffic::KVTraffic(const Parts& parts)
              .requests = &parts.holders->requests,
              .finder = &parts.holders->finder,
              .sequences = &parts.holders->sequences,
+             .clock = parts.clock,
              .prefill_chunk = parts.prefill_chunk}),
       remote({.state = parts.holders->state,
               .requests = &parts.holders->requests,

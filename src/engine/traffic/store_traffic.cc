@@ -53,6 +53,7 @@ StoreTraffic::StoreTraffic(const Parts& parts)
       requests_(*parts.requests),
       finder_(*parts.finder),
       sequences_(*parts.sequences),
+      clock_(*parts.clock),
       prefill_chunk_(parts.prefill_chunk) {}
 
 void StoreTraffic::Attach(std::unique_ptr<StoreLink> link) {
@@ -115,6 +116,13 @@ StoreTraffic::Start StoreTraffic::FindStart(const Request& request) const {
   if (load->begin() > border.length) return start;
   border.known = match.known;
   return {.from = border, .end = end};
+}
+
+int64_t StoreTraffic::KnownTokens(const Request& request) const {
+  if (link_ == nullptr || request.has_window()) return 0;
+  const Sample& leader = request.samples.front();
+  return link_->Known(request.space,
+                      request.prompt_of(leader).first(static_cast<size_t>(LoadableTokens(leader))));
 }
 
 // `request` is about to wait. If others are ahead of it, the store brings its chunks into RAM in
@@ -195,6 +203,7 @@ void StoreTraffic::BeginLoads(std::vector<Lookup>* lookups) {
   for (size_t i = 0; i < lookups->size(); ++i) {
     Request* const request = (*lookups)[i].request;
     request->looked_up = true;
+    if (request->asked_ns == Request::kNotYet) request->asked_ns = clock_.SteadyNs();
     ++request->lookups;
     QUIRE_CHECK(request->lookups <= kLookupsMax) << "request " << request->id;
     request->prefetch = nullptr;  // the load shares what it reads

@@ -45,6 +45,7 @@ class StoreTraffic {
     const RequestQueue* requests;
     const PrefixFinder* finder;
     SampleSequences* sequences;
+    const Clock* clock;  // the engine's; the store has its own
     int64_t prefill_chunk;
   };
   // Where a waiting request's KV comes from: `from` is forked, chunks are imported up to `end`.
@@ -70,6 +71,9 @@ class StoreTraffic {
   bool EndsInTail(int64_t prompt_tokens) const {
     return link_ != nullptr && link_->EndsInTail(prompt_tokens);
   }
+
+  // How much of the prompt the store has, as far as it knows without asking a disk or a network.
+  int64_t KnownTokens(const Request& request) const;
 
   // ---- Requests that wait
   Start FindStart(const Request& request) const;
@@ -151,6 +155,7 @@ class StoreTraffic {
   const RequestQueue& requests_;
   const PrefixFinder& finder_;
   SampleSequences& sequences_;
+  const Clock& clock_;
   const int64_t prefill_chunk_;
   std::unique_ptr<StoreLink> link_;  // null: none is attached
   double compute_seconds_per_token_ = 0;

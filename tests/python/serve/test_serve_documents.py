@@ -20,7 +20,7 @@ DOCUMENTS = [
     "A quire has sixteen pages, folded once.",
     "The lazy dog sleeps over naïve café.",
 ]
-SECONDS = ("move_seconds", "select_seconds")
+SECONDS = ("move_seconds", "select_seconds", "wait_seconds")
 
 
 @pytest.fixture(scope="module")
