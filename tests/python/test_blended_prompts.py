@@ -301,6 +301,7 @@ def test_generate_with_documents(
     store = ("--kv-dir", str(tmp_path / "kv"))
     first, note = generate(capsys, long_tiny, files, "--blend", "0.1", *store)
     assert "(APPROXIMATE: " in note and first["usage"]["blend"]["learned_tokens"] > 20
+    assert "; waited " in note
     second, _ = generate(capsys, long_tiny, files[::-1], "--blend", "0.1", *store)
     assert second["usage"]["blend"]["learned_tokens"] < 10
     assert second["usage"]["blend"]["moved_tokens"] > 20

@@ -200,6 +200,8 @@ def print_blend(result: Result | None) -> None:
         )
     if blend.learned_tokens > 0:
         text += f"; {blend.learned_tokens} computed before, to know the documents"
+    if blend.wait_seconds > 0:
+        text += f"; waited {blend.wait_seconds:.3f} s for documents"
     note(f"({'APPROXIMATE' if blend.approximate else 'exact'}: {text})")
 
 
