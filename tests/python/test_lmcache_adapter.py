@@ -237,6 +237,20 @@ def test_a_task_that_fails_says_so(
     assert server.adapter.report_status()["is_healthy"]
 
 
+def test_a_dead_redis_beside_a_folder(tmp_path: Path) -> None:
+    """The folder has the objects, so they are stored."""
+    dead = {"redis": "127.0.0.1:1", "redis_connect_timeout_ms": 20}
+    server = Server(directory=str(tmp_path), **dead)
+    for i in range(8):
+        assert server.store([ObjectKey(bytes([i]))], [Memory(i)]) == _SIZE
+    assert server.lookup(_keys(1)) == [False]
+    assert server.lookup([ObjectKey(bytes([7]))]) == [True]
+    server.adapter.close()
+    alone = Server(**dead)
+    assert alone.store(_keys(1), [Memory(1)]) == -1
+    alone.adapter.close()
+
+
 def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(quire.BadArgumentError, match="neither directory nor redis"):
         QuireL2Adapter({})

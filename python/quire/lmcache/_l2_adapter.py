@@ -10,6 +10,7 @@ from typing import Any
 
 import quire
 from quire import errors
+from quire._chunk_objects import arrived, put_all
 from quire.lmcache._base import AdapterBase, Bits, StoreResult
 from quire.lmcache._lane import Lane
 from quire.lmcache._objects import Objects
@@ -18,6 +19,7 @@ from quire.store import read_key_file
 __all__ = ["QuireL2Adapter"]
 
 _log = logging.getLogger("quire.lmcache")
+_FLUSH_SECONDS = 60.0
 _GONE = ("removed", "evicted", "expired", "corrupt")
 
 
@@ -85,24 +87,17 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
 
     def _put(self, keys: list[Any], objects: list[Any]) -> Any:
         """Returns when all are as durable as the store promises."""
-        chunks: dict[str, tuple[Any, int]] = {}
+        new, chunks = {}, {}
         for key, each in zip(keys, objects, strict=True):
             size = len(each.byte_array)
-            chunks[self._objects.chunk_key(key, size)] = (key, size)
-        # What is stored already is not to be evicted by the rest.
-        self._store.pin(chunks)
-        try:
-            for key, each in zip(keys, objects, strict=True):
-                self._put_one(key, each.byte_array, len(each.byte_array))
-            self._store.flush()
-            kept = {name for name, (key, size) in chunks.items() if self._has(key, size)}
-        finally:
-            self._store.unpin(chunks)
+            name = self._objects.chunk_key(key, size)
+            new[name], chunks[name] = self._objects.new(key, each.byte_array), (key, size)
+        kept = put_all(self._store, new, _FLUSH_SECONDS)
         with self._mutex:
-            new = [chunks[name] for name in kept if name not in self._told]
+            untold = [chunks[name] for name in kept if name not in self._told]
             self._told.update((name, chunks[name]) for name in kept)
-        if new:
-            self._notify_keys_stored([key for key, _ in new], [size for _, size in new])
+        if untold:
+            self._notify_keys_stored([key for key, _ in untold], [size for _, size in untold])
         self._tell_of_deletions()
         if len(kept) < len(chunks):
             raise errors.UnavailableError(
@@ -110,20 +105,6 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
                 "or Redis does not take them"
             )
         return StoreResult(True, sum(size for _, size in chunks.values()))
-
-    def _put_one(self, key: Any, data: Any, size: int) -> None:
-        space, tokens = self._objects.space(key, size), self._objects.tokens(key)
-        if not space.wanted(tokens)[0]:
-            return
-        memory = self._objects.memory(data)
-        try:
-            space.put(0, tokens, memory=memory, blocks=[0])
-        except errors.FullError:
-            self._store.flush()  # then the queue is empty
-            space.put(0, tokens, memory=memory, blocks=[0])
-
-    def _has(self, key: Any, size: int) -> bool:
-        return self._objects.space(key, size).known_prefix(self._objects.tokens(key)) == 1
 
     def _tell_of_deletions(self) -> None:
         """What the slowest tier does not have any more is gone."""
@@ -152,7 +133,7 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
         found = Bits(len(keys))
         hits = []
         for i, (key, fetch) in enumerate(zip(keys, fetches, strict=True)):
-            if fetch is None or not self._arrived(fetch):
+            if fetch is None or not arrived(fetch, self._load_timeout):
                 continue
             found.set(i)
             hits.append(key)
@@ -167,15 +148,7 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
         """None where nobody has said how large such objects are."""
         if size is None:
             return None
-        space = self._objects.space(key, size)
-        return space.fetch(self._objects.tokens(key), timeout=self._load_timeout)
-
-    def _arrived(self, fetch: quire.ChunkFetch) -> bool:
-        """Whether the object is in memory and verified. If not, the fetch is closed."""
-        if fetch.wait(self._load_timeout) and fetch.ready == 1:
-            return True
-        fetch.close()
-        return False
+        return self._objects.fetch(key, size, self._load_timeout)
 
     def submit_unlock(self, keys: list[Any]) -> None:
         with self._mutex:
@@ -217,25 +190,19 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
     def _load_one(self, key: Any, data: Any) -> bool:
         """From what a lookup has locked, or else from the store. Nothing is written unless the
         whole object is verified."""
-        size = len(data)
         with self._mutex:
             locked = [fetch for _, fetch in self._locked.get(key, ())]
         if locked:
-            self._copy(locked[0], data, size)
+            self._objects.copy(key, locked[0], data)
             return True
-        fetch = self._fetch(key, size)
-        if fetch is None or not self._arrived(fetch):
+        fetch = self._fetch(key, len(data))
+        if fetch is None or not arrived(fetch, self._load_timeout):
             return False
         try:
-            self._copy(fetch, data, size)
+            self._objects.copy(key, fetch, data)
         finally:
             fetch.close()
         return True
-
-    def _copy(self, fetch: quire.ChunkFetch, data: Any, size: int) -> None:
-        memory = self._objects.memory(data)
-        for section in range(self._objects.section_count(size)):
-            fetch.scatter(section, memory, [0])
 
     # ---- Deletion, usage, the end
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from typing import Any
@@ -10,38 +9,24 @@ from typing import Any
 import numpy as np
 
 import quire
-from quire import errors
+from quire._chunk_objects import NewObject, ObjectSpace
 
 __all__ = ["Objects"]
 
-_TOKENS = 16  # of a chunk: the digest of the object's hash, 16 bits each
-_SECTION_BYTES = 64 << 20  # the most that a section holds
 _SPACES_MAX = 256
-
-
-def _sections(size: int) -> int:
-    """How many equal sections an object of `size` bytes is cut into."""
-    least = -(-size // _SECTION_BYTES)
-    for count in range(max(1, least), max(1, least) + 256):
-        if size % (count * _TOKENS) == 0:
-            return count
-    raise errors.BadArgumentError(
-        f"QuireL2Adapter: an object of {size} bytes is not a multiple of {_TOKENS} bytes"
-    )
 
 
 class Objects:
     """Keys of LMCache's and their chunks. All calls from any thread.
 
     The passport names the model, the rank, the group and the size; the salt is the chunk's salt;
-    the tokens are the digest of the object's hash, so a chunk of another object is never taken for
-    it.
+    the name of an object is its hash.
     """
 
     def __init__(self, store: quire.ChunkStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._spaces: dict[tuple[Any, ...], quire.ChunkSpace] = {}
+        self._spaces: dict[tuple[Any, ...], ObjectSpace] = {}
         self._sizes: dict[tuple[Any, ...], int] = {}
 
     @staticmethod
@@ -59,7 +44,7 @@ class Objects:
             for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
         )
 
-    def space(self, key: Any, size: int) -> quire.ChunkSpace:
+    def space(self, key: Any, size: int) -> ObjectSpace:
         """The space of the key's model, rank, group, salt and size.
 
         Raises BadArgumentError for a size that no chunk has.
@@ -73,37 +58,34 @@ class Objects:
                 self._spaces.pop(next(iter(self._spaces)))
         return space
 
-    def _new_space(self, key: Any, size: int) -> quire.ChunkSpace:
-        sections = _sections(size)
-        passport = {
-            "model": key.model_name,
-            "revision": "",
-            "layout": f"lmcache/group{key.object_group_id}",
-            "shard": f"rank{key.kv_rank}",
-            "kind": "latent",
-            "dtype": "u8",
-            "block": _TOKENS,
-            "layers": [0, sections],
-            "kv_heads": 1,
-            "head_dim": size // sections // _TOKENS,
-        }
-        return self._store.space(passport, salt=key.cache_salt)
-
-    @staticmethod
-    def tokens(key: Any) -> np.ndarray[Any, Any]:
-        """Ids int32 [16]."""
-        digest = hashlib.sha256(key.chunk_hash).digest()
-        return np.frombuffer(digest, "<u2").astype(np.int32)
+    def _new_space(self, key: Any, size: int) -> ObjectSpace:
+        return ObjectSpace(
+            self._store,
+            size,
+            model=key.model_name,
+            layout=f"lmcache/group{key.object_group_id}",
+            shard=f"rank{key.kv_rank}",
+            salt=key.cache_salt,
+        )
 
     def chunk_key(self, key: Any, size: int) -> str:
         """The key of the object's chunk in the store."""
-        return self.space(key, size).keys(self.tokens(key))[0]
+        return self.space(key, size).key(key.chunk_hash)
 
-    def memory(self, data: Any) -> quire.BlockMemory:
-        """The bytes of one object as one block for each of its sections; they are not copied."""
-        view = np.frombuffer(data, np.uint8)
-        rows = view.reshape(_sections(view.size), 1, -1)
-        return quire.BlockMemory({("latent", i): row for i, row in enumerate(rows)})
+    def new(self, key: Any, data: Any) -> NewObject:
+        """An object of these bytes, to be stored."""
+        space = self.space(key, len(data))
+        return NewObject(space, key.chunk_hash, lambda: space.memory(_row(data)))
 
-    def section_count(self, size: int) -> int:
-        return _sections(size)
+    def fetch(self, key: Any, size: int, timeout: float) -> quire.ChunkFetch:
+        return self.space(key, size).fetch(key.chunk_hash, timeout)
+
+    def copy(self, key: Any, fetch: quire.ChunkFetch, data: Any) -> None:
+        """Copies an object that is here and verified to `data`."""
+        space = self.space(key, len(data))
+        space.copy(fetch, space.memory(_row(data)))
+
+
+def _row(data: Any) -> np.ndarray[Any, Any]:
+    """The bytes of an object as its one row; they are not copied."""
+    return np.frombuffer(data, np.uint8)[None]
