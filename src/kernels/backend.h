@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernels/activation.h"
+#include "kernels/float8_weights.h"
 #include "kernels/kv_layout.h"
 #include "kernels/quantised_weights.h"
 #include "quire/seams.h"
@@ -221,6 +222,9 @@ struct PackedLinear {
   int64_t n = 0, k = 0;
   const void* data = nullptr;   // packed_linear_bytes() of it, 64-byte aligned
   const float* bias = nullptr;  // [n] or null
+  // With scales, data are PackedFloat8Bytes() of codes that stand for weights of dtype, kF32 or
+  // kBF16: the same bits come out as with those weights.
+  Float8Scales float8 = {};
 };
 
 // y = x W^T + bias. One output: products singly (kF32 rows) or in pairs (kBF16 rows on a path with

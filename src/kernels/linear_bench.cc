@@ -2,6 +2,7 @@
 // float32 fma peak.
 //   linear_bench --benchmark_filter='avx512/bfloat16/rows:1/' --benchmark_repetitions=5
 //   linear_bench --benchmark_filter='avx2/Q4_K/'
+//   linear_bench --benchmark_filter='avx2/(bfloat16|fp8_blocks)/'
 // Few rows: compare GB/s with Read; many rows: GFLOP/s with Fma, of quantised weights with Int8.
 // Two threads on busy machines vary, so alternate runs.
 #include <benchmark/benchmark.h>
@@ -13,8 +14,10 @@
 #include "base/random.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/path_includes.h"
+#include "kernels/float8_weights.h"
 #include "kernels/quantised_weights.h"
 #include "kernels/testing/quantised_rows.h"
+#include "tensor/float8.h"
 #include "tensor/half.h"
 #include "tensor/host_memory.h"
 
@@ -153,6 +156,52 @@ void RunLinear(benchmark::State& state, const Backend& backend, DType dtype, DTy
       2e-9 * static_cast<double>(rows * kN * kK * state.iterations()), benchmark::Counter::kIsRate);
 }
 
+// Float8 codes that stand for bfloat16 weights, with scales of blocks of 128 x 128 or of outputs.
+void RunFloat8(benchmark::State& state, const Backend& backend, bool of_outputs) {
+  const int64_t rows = state.range(0);
+  const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
+  const size_t bytes = PackedFloat8Bytes(kN, kK);
+  const size_t copies = kColdBytes / bytes + 1;
+  const HostMemory packed = Memory(copies * bytes);
+  std::vector<uint8_t> codes(static_cast<size_t>(kN * kK));
+  RandomSequence random(1);
+  for (uint8_t& code : codes) {
+    code = F32ToF8E4M3(static_cast<float>(random.Uniform(-kF8E4M3Max, kF8E4M3Max)));
+  }
+  std::vector<const uint8_t*> outputs;
+  for (int64_t n = 0; n < kN; ++n) outputs.push_back(codes.data() + n * kK);
+  for (size_t i = 0; i < copies; ++i) {
+    PackFloat8(outputs, kK, reinterpret_cast<uint8_t*>(packed.data()) + i * bytes, *pool);
+  }
+  Float8Scales layout{nullptr, of_outputs ? kK : 128, of_outputs};
+  std::vector<float> scales(static_cast<size_t>(Float8ScaleCount(layout, kN, kK)));
+  for (float& scale : scales) scale = static_cast<float>(random.Uniform(1e-4, 2e-4));
+  layout.data = scales.data();
+  std::vector<float> x(static_cast<size_t>(rows * kK), 0.5F);
+  std::vector<float> y(static_cast<size_t>(rows * kN));
+  const HostMemory scratch =
+      Memory(backend.linear_scratch_bytes(rows, kN, kK, pool->worker_count()));
+  LinearArgs args;
+  args.w = {DType::kBF16, kN, kK, nullptr, nullptr, layout};
+  args.row_count = rows;
+  args.x = x.data();
+  args.x_stride = kK;
+  args.x_rounding = DType::kBF16;
+  args.y = y.data();
+  args.y_stride = kN;
+  args.scratch = scratch.data();
+  size_t copy = 0;
+  for (auto _ : state) {
+    args.w.data = packed.data() + copy * bytes;
+    copy = (copy + 1) % copies;
+    backend.linear(args, *pool);
+    benchmark::DoNotOptimize(y.data());
+  }
+  state.SetBytesProcessed(state.iterations() * static_cast<int64_t>(bytes));
+  state.counters["GFLOP/s"] = benchmark::Counter(
+      2e-9 * static_cast<double>(rows * kN * kK * state.iterations()), benchmark::Counter::kIsRate);
+}
+
 void RunQuantised(benchmark::State& state, const Backend& backend, WeightFormat format) {
   const int64_t rows = state.range(0);
   const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
@@ -228,6 +277,14 @@ int RegisterAll() {
       const std::string name =
           std::string(backend->name) + "/" + std::string(WeightFormatName(format));
       benchmark::RegisterBenchmark(name.c_str(), RunQuantised, *backend, format)
+          ->ArgNames({"rows", "threads"})
+          ->ArgsProduct({{1, 2, 4, 8, 12, 16, 32, 64, 128, 512}, {1, 2}})
+          ->UseRealTime();
+    }
+    for (const bool of_outputs : {false, true}) {
+      const std::string name =
+          std::string(backend->name) + (of_outputs ? "/fp8_outputs" : "/fp8_blocks");
+      benchmark::RegisterBenchmark(name.c_str(), RunFloat8, *backend, of_outputs)
           ->ArgNames({"rows", "threads"})
           ->ArgsProduct({{1, 2, 4, 8, 12, 16, 32, 64, 128, 512}, {1, 2}})
           ->UseRealTime();

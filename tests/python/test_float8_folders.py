@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -117,20 +118,83 @@ def test_logits_are_those_of_the_same_numbers_stored(tmp_path, form, dtype):
         assert np.abs(ours - theirs).max() < 1e-3
 
 
-def test_memory_is_that_of_the_type_it_computes_in(tmp_path):
-    model, plain = model_of(tmp_path, FORMS["blocks"])
+def packed_bytes(model: TinyModel, form: Form) -> int:
+    """Codes, outputs in blocks of 32, and float32 scales, of one output or of a block of outputs;
+    each rounded up to a cache line."""
+    matrices: dict[str, list[tuple[int, int]]] = {}
+    for name, w in model.weights.items():
+        if "_proj." in name:
+            fused = re.sub(r"[qkv]_proj", "qkv", re.sub("(gate|up)_proj", "gate_up", name))
+            matrices.setdefault(fused, []).append(w.shape)
+    total = 0
+    for parts in matrices.values():
+        rows, k = [n for n, _ in parts], parts[0][1]
+        blocks = -(-sum(rows) // 32)
+        ends_whole = all(n % 32 == 0 for n in rows[:-1])
+        shares = ends_whole and all(form.block[0] % 32 == 0 or form.block[0] >= n for n in rows)
+        segments = -(-k // (form.block[1] or k))
+        sizes = (blocks * 32 * k, blocks * segments * (4 if shares else 128))
+        total += sum(-(-size // 64) * 64 for size in sizes)
+    return total
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_stay_codes_in_memory(tmp_path, form):
+    """A byte a weight and the scales, whatever the model computes in."""
+    model, plain = model_of(tmp_path, FORMS[form])
+    expected = packed_bytes(model, FORMS[form])
     for dtype in ("float32", "bfloat16"):
         plan = quire.Engine.plan_memory(model.directory, dtype=dtype)
-        assert plan == quire.Engine.plan_memory(plain.directory, dtype=dtype)
         with quire.Engine(model.directory, dtype=dtype, kv_bytes=1 << 20) as engine:
             assert engine.info.weight_bytes == plan.weight_bytes
-            assert next(iter(engine.info.weight_types)) == dtype
+            types = engine.info.weight_types
+            assert types["float8_e4m3fn"] == expected
+            assert types[dtype] > 0  # the head
+    assert plan.weight_bytes < quire.Engine.plan_memory(plain.directory).weight_bytes
 
 
-def test_a_packed_model_gives_the_same_bits(tmp_path):
-    model, _ = model_of(tmp_path, FORMS["small_blocks"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_packed_model_gives_the_same_bits(tmp_path, form):
+    """Codes are packed as codes, for each type that it may compute in."""
+    model, _ = model_of(tmp_path, FORMS[form])
     packed = quire.pack_model(model.directory, tmp_path / "packed", dtype="float32", threads=1)
     assert np.array_equal(logits(model.directory), logits(packed))
+    again = quire.pack_model(packed, tmp_path / "again", dtype="float32", threads=1)
+    file = "model.safetensors"
+    assert (packed / file).read_bytes() == (again / file).read_bytes()
+    narrow = quire.pack_model(model.directory, tmp_path / "narrow", dtype="bfloat16", threads=1)
+    given = {"dtype": "bfloat16"}
+    assert np.array_equal(logits(model.directory, **given), logits(narrow, **given))
+
+
+def test_a_packed_model_is_the_same_model(tmp_path):
+    """Packing for bfloat16 rounds no codes: stores know the folder as what it was made of."""
+    model, _ = model_of(tmp_path, FORMS["blocks"])
+    file = model.directory / "model.safetensors"
+    tensors = load_file(file)
+    narrow = {
+        name: t if "_proj." in name else t.to(torch.bfloat16) for name, t in tensors.items()
+    }
+    save_file(narrow, str(file))
+    packed = quire.pack_model(model.directory, tmp_path / "packed", threads=1)
+    assert model_identity(packed) == model_identity(model.directory)
+
+
+def test_a_damaged_packed_model_is_refused(tmp_path):
+    model, _ = model_of(tmp_path, FORMS["blocks"])
+    packed = quire.pack_model(model.directory, tmp_path / "packed", dtype="float32", threads=1)
+    file = packed / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(".F8_E4M3.scales"))
+    save_file(tensors | {name: torch.full_like(tensors[name], torch.nan)}, str(file))
+    with pytest.raises(quire.CorruptError, match=r"number 0 is nan; a scale is at most 2\^119"):
+        logits(packed)
+    save_file(tensors | {name: tensors[name][:, :, :0]}, str(file))
+    with pytest.raises(quire.CorruptError, match=r"scales\" is F32 .*, config.json asks for"):
+        logits(packed)
+    save_file({key: t for key, t in tensors.items() if key != name}, str(file))
+    with pytest.raises(quire.NotFoundError, match=r"F8_E4M3\.scales"):
+        logits(packed)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -122,7 +122,11 @@ struct Tile {
   int64_t inputs;
   float* sums;  // row stride sum_stride; 32 outputs
   int64_t sum_stride;
-  bool first;         // the first block of inputs: sums are set, else added to
+  bool first;  // the first block of inputs: sums are set, else added to
+  // Whether the inputs are the first and the last ones of their block. Between its parts the chains
+  // lie in `chains`, [row][kOutputBlock].
+  bool begins, ends;
+  float* chains;
   const char* ahead;  // what to prefetch, ahead_step bytes on per step
   int64_t ahead_step;
 };
@@ -142,7 +146,10 @@ static void RunTile(const Tile& tile) {
     QUIRE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       QUIRE_UNROLL
-      for (int v = 0; v < kVectors; ++v) sum[r][v] = Zero();
+      for (int v = 0; v < kVectors; ++v) {
+        sum[r][v] = Zero();
+        if (!tile.begins) sum[r][v] = Load(tile.chains + r * kOutputBlock + output + v * kLanes);
+      }
     }
     for (int64_t step = 0; step < steps; ++step) {
       PrefetchL2(ahead);
@@ -175,6 +182,10 @@ static void RunTile(const Tile& tile) {
     for (int r = 0; r < kRows; ++r) {
       QUIRE_UNROLL
       for (int v = 0; v < kVectors; ++v) {
+        if (!tile.ends) {
+          Store(tile.chains + r * kOutputBlock + output + v * kLanes, sum[r][v]);
+          continue;
+        }
         float* const out = tile.sums + r * tile.sum_stride + output + v * kLanes;
         Store(out, tile.first ? sum[r][v] : Add(Load(out), sum[r][v]));
       }
@@ -225,6 +236,7 @@ QUIRE_INLINE bool RowsLieInLanes(DType dtype, int64_t row_count) {
 struct LinearPlan {
   const LinearArgs* args;
   const TileFunction* direct;  // on the packed weights
+  bool float8;                 // the weights are codes: linear_float8-inl.h
   bool pairs;                  // x is stored as bfloat16 for dot products of pairs
   bool lanes;                  // linear_lanes-inl.h
   int64_t input_block;
@@ -255,6 +267,15 @@ QUIRE_INLINE bool InTileOrder([[maybe_unused]] const LinearArgs& args) {
 #endif
 }
 
+// Whether codes of float8 become pairs of bfloat16, else float32 numbers.
+QUIRE_INLINE bool WidensToPairs([[maybe_unused]] const LinearArgs& args) {
+#if defined(QUIRE_SIMD_BF16) || defined(QUIRE_SIMD_TILES)
+  return args.w.dtype == DType::kBF16 && args.x_rounding == DType::kBF16;
+#else
+  return false;
+#endif
+}
+
 static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
   LinearPlan plan{};
   plan.args = &args;
@@ -270,6 +291,8 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
 #if defined(QUIRE_SIMD_TILES)
   if (InTileOrder(args)) plan.direct = kFewRowFunctions;
 #endif
+  plan.float8 = args.w.float8.data != nullptr;
+  if (plan.float8 && !WidensToPairs(args)) plan.direct = TileFunctions<F32Weights>::kFor;
   plan.input_block = InputBlock(args.w.k);
   plan.input_blocks = CeilDivide(args.w.k, plan.input_block);
   plan.tiles = CeilDivide(args.row_count, kMaxTileRows);
@@ -282,7 +305,7 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
   if (plan.row_blocks > 1 && plan.chunk_blocks > kGroupBlocks) plan.chunk_blocks = kGroupBlocks;
   if (plan.chunk_blocks > plan.output_blocks) plan.chunk_blocks = plan.output_blocks;
   plan.chunks = CeilDivide(plan.output_blocks, plan.chunk_blocks);
-  plan.lanes = !plan.pairs && RowsLieInLanes(args.w.dtype, args.row_count);
+  plan.lanes = !plan.pairs && !plan.float8 && RowsLieInLanes(args.w.dtype, args.row_count);
   plan.x = static_cast<float*>(args.scratch);
   plan.worker_scratch =
       plan.x + plan.input_blocks * (plan.lanes ? kLaneBlockFloats : args.row_count * kRowFloats);
@@ -374,6 +397,10 @@ QUIRE_INLINE RowBlock RowBlockAt(const LinearPlan& plan, int64_t index) {
 QUIRE_INLINE const char* PackedAt(const LinearPlan& plan, int64_t output_block,
                                   int64_t input_block) {
   const PackedLinear& w = plan.args->w;
+  if (plan.float8) {
+    return static_cast<const char*>(w.data) + output_block * PackedFloat8BlockBytes(w.k) +
+           input_block * plan.input_block * kOutputBlock;
+  }
   const int64_t element = output_block * PackedBlockElements(w.dtype, w.k) +
                           input_block * plan.input_block * kOutputBlock;
   return static_cast<const char*>(w.data) + element * (w.dtype == DType::kF32 ? 4 : 2);
@@ -397,6 +424,7 @@ static void RunTiles(const LinearPlan& plan, const RowBlock& rows, int64_t outpu
   tile.inputs = inputs;
   tile.sum_stride = kGroupBlocks * kOutputBlock;
   tile.first = input_block == 0;
+  tile.begins = tile.ends = true;
   const int64_t steps = CeilDivide(inputs, w.dtype == DType::kBF16 && !widen ? 2 : 1);
   for (int64_t t = rows.begin; t < rows.end; ++t) {
     const int64_t row = FirstRowOfTile(plan, t);
@@ -436,6 +464,7 @@ static void FinishOutputs(const LinearArgs& args, int64_t row, int64_t output, c
 // Below this, waking the other threads costs more than a copy of the rows.
 constexpr int64_t kMinParallelElements = int64_t{1} << 15;
 
+#include "kernels/cpu/linear_float8-inl.h"
 #include "kernels/cpu/linear_lanes-inl.h"
 #if defined(QUIRE_SIMD_TILES)
 #include "kernels/cpu/linear_tiles-inl.h"
@@ -455,6 +484,9 @@ static void RunGroup(const LinearPlan& plan, const RowBlock& rows, int64_t begin
                                       : PackedAt(plan, block + 1, input_block);
       if (plan.lanes) {
         RunLanes(plan, block, input_block, next, sums + (block - begin) * kLaneSums);
+      } else if (plan.float8) {
+        RunFloat8(plan, rows, block, input_block, next, panel,
+                  sums + (block - begin) * kOutputBlock);
       } else {
         RunTiles(plan, rows, block, input_block, next, panel,
                  sums + (block - begin) * kOutputBlock);

@@ -17,8 +17,9 @@ constexpr int64_t kTaskTiles = 16;
 constexpr int64_t kChunksInL2 = 64;
 constexpr int64_t kChunksInL1 = 16;
 
+// Sums, then weights that do not lie in memory as tiles: those of a last chunk, or of codes.
 constexpr int64_t kTileWorkerFloats =
-    kTaskTiles * kGroupBlocks * 2 * kSumsOfTile + kChunkElements / 2;
+    kTaskTiles * kGroupBlocks * 2 * kSumsOfTile + kChunksInL1 * kChunkElements / 2;
 
 struct TilePlan {
   const LinearArgs* args;
@@ -193,11 +194,13 @@ static TileTask TileTaskAt(const TilePlan& plan, int64_t index) {
           end < plan.output_blocks ? end : plan.output_blocks};
 }
 
-QUIRE_INLINE const uint16_t* WeightChunk(const TilePlan& plan, int64_t output_block,
-                                         int64_t chunk) {
+QUIRE_INLINE bool HasCodes(const TilePlan& plan) { return plan.args->w.float8.data != nullptr; }
+
+QUIRE_INLINE const char* WeightChunk(const TilePlan& plan, int64_t output_block, int64_t chunk) {
   const PackedLinear& w = plan.args->w;
-  return static_cast<const uint16_t*>(w.data) +
-         output_block * PackedBlockElements(DType::kBF16, w.k) + chunk * kChunkElements;
+  const int64_t element =
+      output_block * PackedBlockElements(DType::kBF16, w.k) + chunk * kChunkElements;
+  return static_cast<const char*>(w.data) + element * (HasCodes(plan) ? 1 : 2);
 }
 
 // The inputs of the last chunk, if it is not whole, else 0.
@@ -211,29 +214,40 @@ static void CopyRest(const TilePlan& plan, int64_t output_block, uint16_t* to) {
                    static_cast<size_t>(elements) * sizeof(uint16_t));
 }
 
+// Chunks [begin, end) of codes, widened; zeros after the inputs of the last one.
+static void WidenChunks(const TilePlan& plan, int64_t output_block, int64_t begin, int64_t end,
+                        uint16_t* to) {
+  const int64_t first = begin * kTileInputs;
+  const int64_t left = plan.args->w.k - first;
+  const int64_t all = (end - begin) * kTileInputs;
+  if (left < all) __builtin_memset(to + (all - kTileInputs) * kOutputBlock, 0, kChunkElements * 2);
+  WidenFloat8<PairPanel>(plan.args->w, output_block, first, left < all ? left : all, to);
+}
+
 // Chunks [begin, end) of an output block.
 static void RunChunks(TileUnit& unit, const TilePlan& plan, const TileTask& task,
-                      int64_t output_block, int64_t begin, int64_t end, const uint16_t* next,
-                      float* sums, uint16_t* rest) {
-  const bool has_rest = end == plan.chunks && RestInputs(plan) != 0;
+                      int64_t output_block, int64_t begin, int64_t end, const char* next,
+                      float* sums, uint16_t* copy) {
+  const bool has_rest = !HasCodes(plan) && end == plan.chunks && RestInputs(plan) != 0;
   const bool once = task.row_tiles <= 2;  // weights are read once: their own continuation
   TileBlock block{};
   block.x_stride = plan.chunks * kTileElements;
   block.x = plan.x + task.first_tile * block.x_stride + begin * kTileElements;
-  block.w = WeightChunk(plan, output_block, begin);
+  const char* const packed = WeightChunk(plan, output_block, begin);
+  block.w = HasCodes(plan) ? copy : reinterpret_cast<const uint16_t*>(packed);
   block.row_tiles = task.row_tiles;
   block.chunks = end - begin - (has_rest ? 1 : 0);
   block.sums = sums;
   block.sum_stride = 2 * kSumsOfTile;
   block.first = begin == 0;
-  block.ahead = once ? reinterpret_cast<const char*>(block.w) + kStreamAhead
-                     : reinterpret_cast<const char*>(next);
+  block.ahead = once ? packed + kStreamAhead : next;
+  if (HasCodes(plan)) WidenChunks(plan, output_block, begin, end, copy);
   if (block.chunks > 0) RunTileBlock(unit, block);
   if (!has_rest) return;
-  CopyRest(plan, output_block, rest);
+  CopyRest(plan, output_block, copy);
   block.x += block.chunks * kTileElements;
   block.first = block.first && block.chunks == 0;
-  block.w = rest;
+  block.w = copy;
   block.chunks = 1;
   RunTileBlock(unit, block);
 }
@@ -261,11 +275,11 @@ static void TileProductsTask(void* context, int64_t index, int worker) {
   const auto& plan = *static_cast<const TilePlan*>(context);
   const TileTask task = TileTaskAt(plan, index);
   float* const sums = plan.worker_scratch + worker * kTileWorkerFloats;
-  auto* const rest =
+  auto* const copy =
       reinterpret_cast<uint16_t*>(sums + kTaskTiles * kGroupBlocks * 2 * kSumsOfTile);
   const bool once = task.row_tiles <= 2;
   const int64_t part = once ? plan.chunks : kChunksInL2;
-  const int64_t step = once ? plan.chunks : kChunksInL1;
+  const int64_t step = once && !HasCodes(plan) ? plan.chunks : kChunksInL1;
   TileUnit unit({kTileRows, kTilePairs});
   for (int64_t begin = task.begin; begin < task.end; begin += kGroupBlocks) {
     const int64_t end = begin + kGroupBlocks < task.end ? begin + kGroupBlocks : task.end;
@@ -276,9 +290,8 @@ static void TileProductsTask(void* context, int64_t index, int worker) {
         for (int64_t chunk = first; chunk < last; chunk += step) {
           const int64_t stop = chunk + step < last ? chunk + step : last;
           const bool ends = stop == last;
-          const uint16_t* const next =
-              WeightChunk(plan, ends ? block + 1 : block, ends ? first : stop);
-          RunChunks(unit, plan, task, block, chunk, stop, next, at, rest);
+          const char* const next = WeightChunk(plan, ends ? block + 1 : block, ends ? first : stop);
+          RunChunks(unit, plan, task, block, chunk, stop, next, at, copy);
         }
       }
     }

@@ -25,6 +25,7 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
 #include "kernels/cpu/stream_prefetch.h"
+#include "kernels/float8_weights.h"
 #include "kernels/kv_layout.h"
 #include "kernels/kv_quantise.h"
 #include "kernels/kv_slot.h"

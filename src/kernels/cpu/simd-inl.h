@@ -70,6 +70,13 @@ QUIRE_INLINE VF RoundToBF16(VF v) {
   r = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x00400000));
   return _mm512_castsi512_ps(_mm512_and_si512(r, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
 }
+// REQUIRES: v is no NaN.
+QUIRE_INLINE VF RoundNumberToBF16(VF v) {
+  const __m512i u = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i r = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+  return _mm512_castsi512_ps(_mm512_and_si512(r, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
+}
 // REQUIRES: v is exactly representable in bfloat16 (see RoundToBF16).
 QUIRE_INLINE void StoreBF16Exact(uint16_t* p, VF v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
@@ -175,6 +182,15 @@ QUIRE_INLINE __m256 RoundToBF16x8(__m256 v) {
   return _mm256_and_ps(b, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000U))));
 }
 QUIRE_INLINE VF RoundToBF16(VF v) { return {RoundToBF16x8(v.lo), RoundToBF16x8(v.hi)}; }
+QUIRE_INLINE __m256 RoundNumberToBF16x8(__m256 v) {
+  const __m256i u = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  const __m256i r = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+  return _mm256_castsi256_ps(_mm256_and_si256(r, _mm256_set1_epi32(static_cast<int>(0xffff0000U))));
+}
+QUIRE_INLINE VF RoundNumberToBF16(VF v) {
+  return {RoundNumberToBF16x8(v.lo), RoundNumberToBF16x8(v.hi)};
+}
 QUIRE_INLINE __m128i HighHalves(__m256 v) {
   const __m256i s = _mm256_srli_epi32(_mm256_castps_si256(v), 16);
   return _mm_packus_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
@@ -258,6 +274,7 @@ QUIRE_INLINE void StoreF16(uint16_t* p, VF v) {
   for (int i = 0; i < kLanes; ++i) p[i] = F32ToF16(v.v[i]);
 }
 QUIRE_INLINE VF RoundToBF16(VF v) { QUIRE_LANES(Bf16ToF32(F32ToBf16(v.v[i]))); }
+QUIRE_INLINE VF RoundNumberToBF16(VF v) { return RoundToBF16(v); }
 QUIRE_INLINE void StoreBF16Exact(uint16_t* p, VF v) {
   for (int i = 0; i < kLanes; ++i) p[i] = F32ToBf16(v.v[i]);
 }
@@ -352,14 +369,13 @@ QUIRE_INLINE void SplitI8(const uint8_t* p, VF* even, VF* odd) {
 }
 // The code's exponent and fraction, put where float16 has them, are the number times 2^-8.
 QUIRE_INLINE __m256i F8AsF16(__m256i high) {  // codes in the high bytes
-  const __m256i magnitude = _mm256_and_si256(_mm256_srli_epi16(high, 1), _mm256_set1_epi16(0x3f80));
-  return _mm256_or_si256(magnitude,
-                         _mm256_and_si256(high, _mm256_set1_epi16(static_cast<int16_t>(0x8000))));
+  return _mm256_and_si256(_mm256_srai_epi16(high, 1),
+                          _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
 }
-QUIRE_INLINE void SplitF8(const uint8_t* p, VF* even, VF* odd) {
+QUIRE_INLINE void SplitF8Small(const uint8_t* p, VF* even, VF* odd) {
   const __m256i u = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  *even = Mul(_mm512_cvtph_ps(F8AsF16(_mm256_slli_epi16(u, 8))), Set1(256.0F));
-  *odd = Mul(_mm512_cvtph_ps(F8AsF16(u)), Set1(256.0F));
+  *even = _mm512_cvtph_ps(F8AsF16(_mm256_slli_epi16(u, 8)));
+  *odd = _mm512_cvtph_ps(F8AsF16(u));
 }
 
 #elif defined(QUIRE_SIMD_AVX2)
@@ -373,18 +389,17 @@ QUIRE_INLINE void SplitI8(const uint8_t* p, VF* even, VF* odd) {
   *odd = {_mm256_cvtepi32_ps(_mm256_srai_epi32(lo, 8)),
           _mm256_cvtepi32_ps(_mm256_srai_epi32(hi, 8))};
 }
-QUIRE_INLINE VF F8ToF32(__m256i high) {  // codes in the high bytes
-  const __m256i magnitude = _mm256_and_si256(_mm256_srli_epi16(high, 1), _mm256_set1_epi16(0x3f80));
-  const __m256i half = _mm256_or_si256(
-      magnitude, _mm256_and_si256(high, _mm256_set1_epi16(static_cast<int16_t>(0x8000))));
-  return Mul({_mm256_cvtph_ps(_mm256_castsi256_si128(half)),
-              _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))},
-             Set1(256.0F));
+// The code's exponent and fraction, put where float16 has them, are the number times 2^-8.
+QUIRE_INLINE VF F8ToSmall(__m256i high) {  // codes in the high bytes
+  const __m256i half =
+      _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(static_cast<int16_t>(0xbf80)));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
 }
-QUIRE_INLINE void SplitF8(const uint8_t* p, VF* even, VF* odd) {
+QUIRE_INLINE void SplitF8Small(const uint8_t* p, VF* even, VF* odd) {
   const __m256i u = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  *even = F8ToF32(_mm256_slli_epi16(u, 8));
-  *odd = F8ToF32(u);
+  *even = F8ToSmall(_mm256_slli_epi16(u, 8));
+  *odd = F8ToSmall(u);
 }
 
 #else
@@ -395,12 +410,20 @@ QUIRE_INLINE void SplitI8(const uint8_t* p, VF* even, VF* odd) {
     odd->v[i] = static_cast<float>(static_cast<int8_t>(p[2 * i + 1]));
   }
 }
-QUIRE_INLINE void SplitF8(const uint8_t* p, VF* even, VF* odd) {
-  for (int i = 0; i < kLanes; ++i) even->v[i] = F8E4M3ToF32(p[2 * i]);
-  for (int i = 0; i < kLanes; ++i) odd->v[i] = F8E4M3ToF32(p[2 * i + 1]);
+QUIRE_INLINE void SplitF8Small(const uint8_t* p, VF* even, VF* odd) {
+  for (int i = 0; i < kLanes; ++i) even->v[i] = F8E4M3ToF32(p[2 * i]) * 0x1p-8F;
+  for (int i = 0; i < kLanes; ++i) odd->v[i] = F8E4M3ToF32(p[2 * i + 1]) * 0x1p-8F;
 }
 
 #endif
+
+// SplitF8Small gives the codes' numbers times 2^-8, exactly: a scale may have the rest.
+constexpr float kF8Rest = 256.0F;
+QUIRE_INLINE void SplitF8(const uint8_t* p, VF* even, VF* odd) {
+  SplitF8Small(p, even, odd);
+  *even = Mul(*even, Set1(kF8Rest));
+  *odd = Mul(*odd, Set1(kF8Rest));
+}
 
 // 16 pairs of float8 codes as pairs of bfloat16, exactly.
 #if defined(QUIRE_SIMD_BF16)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -16,6 +17,17 @@ constexpr std::string_view kFloat8Type = "F8_E4M3";
 constexpr uint8_t kNotANumber = 0x7F;
 
 }  // namespace
+
+Status CheckFloat8Scales(const CheckpointTensor& scales) {
+  for (int64_t i = 0; i < ScaleCount(scales); ++i) {
+    const float scale = FloatAt(scales, i);
+    if (std::abs(scale) <= kFloat8ScaleMax) continue;
+    return Status(StatusCode::kCorrupt, scales.Name() + ": number " + std::to_string(i) + " is " +
+                                            std::to_string(scale) +
+                                            "; a scale is at most 2^119 in magnitude");
+  }
+  return Status();
+}
 
 bool Float8Matrix::IsStored(const Checkpoint& checkpoint, const std::string& name) {
   if (!checkpoint.Has(name + ".weight")) return false;
@@ -62,11 +74,19 @@ Status Float8Matrix::SetBlocks(const FolderQuantisation& quantisation) {
   return Status();
 }
 
+float Float8Matrix::ScaleAt(int64_t row, int64_t segment) const {
+  return FloatAt(scales_, row / block_outputs_ * CeilDiv(k_, block_inputs_) + segment);
+}
+
+Status Float8Matrix::NotANumber(int64_t row) const {
+  return Status(StatusCode::kCorrupt, codes_.Name() + ": row " + std::to_string(row) +
+                                          " has a code that is not a number");
+}
+
 bool Float8Matrix::ReadRow(int64_t row, float* values) const {
-  const auto* const codes = reinterpret_cast<const uint8_t*>(codes_.bytes.data()) + row * k_;
-  const int64_t first_scale = row / block_outputs_ * CeilDiv(k_, block_inputs_);
+  const uint8_t* const codes = Codes(row);
   for (int64_t begin = 0; begin < k_; begin += block_inputs_) {
-    const float scale = FloatAt(scales_, first_scale + begin / block_inputs_);
+    const float scale = ScaleAt(row, begin / block_inputs_);
     const int64_t end = std::min(begin + block_inputs_, k_);
     for (int64_t i = begin; i < end; ++i) {
       if ((codes[i] & kNotANumber) == kNotANumber) return false;
@@ -78,18 +98,45 @@ bool Float8Matrix::ReadRow(int64_t row, float* values) const {
 
 Status Float8Matrix::Read(int64_t begin, int64_t count, float* values,
                           ParallelRunner& runner) const {
+  QUIRE_RETURN_IF_ERROR(CheckScales());
   std::atomic<int64_t> not_read = -1;
   runner.ParallelFor(count, [&](int64_t i, int) {
     if (!ReadRow(begin + i, values + i * k_)) not_read.store(begin + i);
   });
-  if (not_read.load() < 0) return Status();
-  return Status(StatusCode::kCorrupt, codes_.Name() + ": row " + std::to_string(not_read.load()) +
-                                          " has a code that is not a number");
+  return not_read.load() < 0 ? Status() : NotANumber(not_read.load());
 }
 
 void Float8Matrix::Release() const noexcept {
   Checkpoint::Release(codes_);
   Checkpoint::Release(scales_);
+}
+
+Float8Scales Float8Matrix::ScalesOf(std::span<const Float8Matrix> matrices) {
+  Float8Scales layout{.segment_inputs = matrices.front().block_inputs_};
+  int64_t first = 0;
+  for (const Float8Matrix& matrix : matrices) {
+    const bool has_one = matrix.block_outputs_ >= matrix.n_;
+    const bool fits = has_one || matrix.block_outputs_ % kOutputBlock == 0;
+    if (!fits || first % kOutputBlock != 0) layout.of_outputs = true;
+    first += matrix.n_;
+  }
+  return layout;
+}
+
+void Float8Matrix::WriteScales(std::span<const Float8Matrix> matrices, const Float8Scales& layout,
+                               float* scales) {
+  int64_t output = 0;
+  for (const Float8Matrix& matrix : matrices) {
+    const int64_t segments = Float8Segments(layout, matrix.k_);
+    for (int64_t row = 0; row < matrix.n_; ++row, ++output) {
+      const int64_t lane = output % kOutputBlock;
+      if (lane >= layout.lanes()) continue;
+      for (int64_t segment = 0; segment < segments; ++segment) {
+        const int64_t at = (output / kOutputBlock * segments + segment) * layout.lanes() + lane;
+        scales[at] = matrix.ScaleAt(row, segment);
+      }
+    }
+  }
 }
 
 }  // namespace quire

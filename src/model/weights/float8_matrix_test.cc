@@ -4,6 +4,8 @@
 
 #include <bit>
 #include <cstdint>
+#include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -13,6 +15,7 @@
 #include "model/weights/weights.h"
 #include "tensor/float8.h"
 #include "tensor/half.h"
+#include "tensor/host_memory.h"
 
 namespace quire {
 namespace {
@@ -128,43 +131,139 @@ TEST_F(Float8MatrixTest, CodesThatAreNoNumbersAreDamage) {
   }
 }
 
-// A matrix of several parts, whose borders are in the middle of blocks of outputs and of the rows
-// that are widened together, is that of the same numbers stored in float32.
-TEST_F(Float8MatrixTest, PartsArePackedAsTheirNumbers) {
-  constexpr int64_t kInputs = 64;
-  const LinearPart parts[] = {{"q", 300}, {"k", 20}, {"v", 7}};
+// What a matrix makes of some rows.
+std::vector<float> Products(const Backend& backend, const PackedLinear& w, ParallelRunner& runner) {
+  constexpr int64_t kRows = 3;
+  RandomSequence random(5);
+  std::vector<float> x(static_cast<size_t>(kRows * w.k));
+  for (float& value : x) value = static_cast<float>(random.Uniform(-1, 1));
+  std::vector<float> y(static_cast<size_t>(kRows * w.n));
+  const size_t bytes = backend.linear_scratch_bytes(kRows, w.n, w.k, runner.worker_count());
+  const HostMemory scratch = HostMemory::Allocate(bytes).value();
+  backend.linear({.w = w,
+                  .row_count = kRows,
+                  .x = x.data(),
+                  .x_stride = w.k,
+                  .x_rounding = w.dtype,
+                  .y = y.data(),
+                  .y_stride = w.n,
+                  .scratch = scratch.data()},
+                 runner);
+  return y;
+}
+
+// A matrix of several parts, stored as codes and as their numbers in float32.
+struct StoredTwice {
   RawCheckpoint quantised;
   RawCheckpoint plain;
+};
+
+// Blocks of `bn` outputs and `bk` inputs; 0: all of them.
+StoredTwice PartsStoredTwice(std::span<const LinearPart> parts, int64_t k, int64_t bn, int64_t bk) {
+  StoredTwice both;
   for (const LinearPart& part : parts) {
-    const std::vector<uint8_t> codes = RandomCodes(part.rows * kInputs);
+    const std::vector<uint8_t> codes = RandomCodes(part.rows * k);
+    const int64_t outputs = bn == 0 ? part.rows : bn;
+    const int64_t inputs = bk == 0 ? k : bk;
+    const int64_t columns = (k + inputs - 1) / inputs;
+    const int64_t count = (part.rows + outputs - 1) / outputs * columns;
     std::vector<float> scales;
+    for (int64_t i = 0; i < count; ++i) {
+      scales.push_back(0.013F * static_cast<float>(i + 1 + part.rows));
+    }
     std::vector<float> values;
-    for (int64_t i = 0; i < part.rows; ++i) scales.push_back(0.01F * static_cast<float>(i + 1));
-    for (size_t i = 0; i < codes.size(); ++i) {
-      values.push_back(F8E4M3ToF32(codes[i]) * scales[i / kInputs]);
+    for (int64_t i = 0; i < std::ssize(codes); ++i) {
+      const int64_t scale = i / k / outputs * columns + i % k / inputs;
+      values.push_back(F8E4M3ToF32(codes[static_cast<size_t>(i)]) *
+                       scales[static_cast<size_t>(scale)]);
     }
-    quantised.Add(part.name + ".weight", "F8_E4M3", {part.rows, kInputs}, codes);
-    quantised.Add(part.name + ".weight_scale", "F32", {part.rows, 1}, scales);
-    plain.Add(part.name + ".weight", "F32", {part.rows, kInputs}, values);
+    both.quantised.Add(part.name + ".weight", "F8_E4M3", {part.rows, k}, codes);
+    both.quantised.Add(part.name + ".weight_scale", "F32", {count / columns, columns}, scales);
+    both.plain.Add(part.name + ".weight", "F32", {part.rows, k}, values);
   }
+  return both;
+}
+
+// Borders of parts are in the middle of blocks of outputs, or at their ends. Codes stay codes, and
+// the products are those of the numbers.
+TEST_F(Float8MatrixTest, PartsComputeAsTheirNumbers) {
+  struct Form {
+    int64_t bn, bk;
+    bool has_scales_of_outputs;  // as the kernels have them
+    std::vector<LinearPart> parts;
+  };
+  const std::vector<LinearPart> odd = {{"q", 300}, {"k", 20}, {"v", 7}};
+  const std::vector<LinearPart> whole = {{"q", 256}, {"k", 64}, {"v", 7}};
+  const Form forms[] = {{1, 0, true, odd},        {0, 0, true, odd},      {0, 0, false, whole},
+                        {64, 32, false, whole},   {64, 128, true, odd},   {48, 50, true, whole},
+                        {128, 128, false, whole}, {128, 7, false, whole}, {1, 0, true, whole}};
+  constexpr int64_t kInputs = 300;
   const Backend& backend = **FindBackend("");
-  for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    std::vector<std::string> bytes;
-    for (const RawCheckpoint* const file : {&quantised, &plain}) {
-      file->Write(folder_);
-      const Result<Checkpoint> checkpoint = Checkpoint::Open(folder_.path());
-      ASSERT_TRUE(checkpoint.ok());
-      WeightLoader loader(*checkpoint, backend, *runner_, dtype);
-      loader.ReadQuantised(FolderQuantisation{});
-      const auto weights = loader.Linear(parts, kInputs, false);
-      ASSERT_TRUE(weights.ok()) << weights.status().ToString();
-      EXPECT_EQ(weights->packed().dtype, dtype);
-      bytes.emplace_back(static_cast<const char*>(weights->packed().data),
-                         backend.packed_linear_bytes(dtype, 327, kInputs));
-      EXPECT_EQ(loader.weight_types().at(0).name, DTypeName(dtype));
+  for (const Form& form : forms) {
+    const StoredTwice both = PartsStoredTwice(form.parts, kInputs, form.bn, form.bk);
+    FolderQuantisation quantisation{.scheme = FolderScheme::kFloat8};
+    if (form.bk > 0) {
+      quantisation.block_outputs = form.bn;
+      quantisation.block_inputs = form.bk;
     }
-    EXPECT_EQ(bytes[0], bytes[1]);
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      std::vector<std::vector<float>> products;
+      for (const RawCheckpoint* const file : {&both.quantised, &both.plain}) {
+        file->Write(folder_);
+        const Result<Checkpoint> checkpoint = Checkpoint::Open(folder_.path());
+        ASSERT_TRUE(checkpoint.ok());
+        WeightLoader measured(*checkpoint, backend, *runner_, dtype, WeightUse::kMeasure);
+        WeightLoader loader(*checkpoint, backend, *runner_, dtype);
+        measured.ReadQuantised(quantisation);
+        loader.ReadQuantised(quantisation);
+        ASSERT_TRUE(measured.Linear(form.parts, kInputs, false).ok());
+        const auto weights = loader.Linear(form.parts, kInputs, false);
+        ASSERT_TRUE(weights.ok()) << weights.status().ToString();
+        EXPECT_EQ(measured.weight_bytes(), loader.weight_bytes());
+        EXPECT_EQ(weights->packed().dtype, dtype);
+        products.push_back(Products(backend, weights->packed(), *runner_));
+        const bool is_float8 = file == &both.quantised;
+        EXPECT_EQ(loader.weight_types().at(0).name, DTypeName(is_float8 ? DType::kF8E4M3 : dtype));
+        EXPECT_EQ(weights->packed().float8.data != nullptr, is_float8);
+        EXPECT_EQ(weights->packed().float8.of_outputs, is_float8 && form.has_scales_of_outputs);
+      }
+      EXPECT_EQ(products[0], products[1]) << form.bn << " x " << form.bk;
+    }
   }
+}
+
+TEST_F(Float8MatrixTest, ScalesThatNoNumberFitsAreDamage) {
+  for (const float scale : {std::numeric_limits<float>::quiet_NaN(),
+                            -std::numeric_limits<float>::infinity(), 0x1p120F}) {
+    RawCheckpoint file;
+    file.Add("a.weight", "F8_E4M3", {40, 72}, RandomCodes(40 * 72));
+    file.Add("a.weight_scale", "F32", {1}, std::vector<float>{scale});
+    ExpectRefused(file, kOneScale, StatusCode::kCorrupt, "a scale is at most 2^119 in magnitude");
+    file.Write(folder_);
+    const Result<Checkpoint> checkpoint = Checkpoint::Open(folder_.path());
+    WeightLoader loader(*checkpoint, **FindBackend(""), *runner_, DType::kF32);
+    loader.ReadQuantised(kOneScale);
+    EXPECT_EQ(loader.Linear({{"a", 40}}, 72, false).status().code(), StatusCode::kCorrupt);
+  }
+}
+
+// The row is that of its tensor, not of all parts.
+TEST_F(Float8MatrixTest, APartWithoutNumbersIsNamed) {
+  std::vector<uint8_t> codes = RandomCodes(20 * 64);
+  codes[3 * 64 + 5] = 0xFF;
+  RawCheckpoint file;
+  file.Add("q.weight", "F8_E4M3", {40, 64}, RandomCodes(40 * 64));
+  file.Add("k.weight", "F8_E4M3", {20, 64}, codes);
+  file.Add("q.weight_scale", "F32", {1}, std::vector<float>{1});
+  file.Add("k.weight_scale", "F32", {1}, std::vector<float>{1});
+  file.Write(folder_);
+  const Result<Checkpoint> checkpoint = Checkpoint::Open(folder_.path());
+  WeightLoader loader(*checkpoint, **FindBackend(""), *runner_, DType::kF32);
+  loader.ReadQuantised(kOneScale);
+  const Status status = loader.Linear({{"q", 40}, {"k", 20}}, 64, false).status();
+  EXPECT_NE(status.message().find("\"k.weight\": row 3 has a code that is not a number"),
+            std::string::npos)
+      << status.ToString();
 }
 
 // Matrices of single heads, some of them turned.

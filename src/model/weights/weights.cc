@@ -112,6 +112,15 @@ void ShareOrder(std::vector<QuantisedPart>& parts) {
   if (before != nullptr && last != nullptr && *before == *last) last = before;
 }
 
+// Codes, and their scales.
+std::string Float8Name(const std::string& packed_name) { return packed_name + ".F8_E4M3"; }
+std::string Float8ScalesName(const std::string& packed_name) {
+  return Float8Name(packed_name) + ".scales";
+}
+size_t Float8ScaleBytes(const Float8Scales& layout, int64_t n, int64_t k) {
+  return static_cast<size_t>(Float8ScaleCount(layout, n, k)) * sizeof(float);
+}
+
 std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
   return {OutputBlocks(n), PackedInputs(dtype, k), kOutputBlock};
 }
@@ -149,6 +158,14 @@ LinearWeights::LinearWeights(DType dtype, int64_t n, int64_t k,
                          .k = k,
                          .data = memory_.get(),
                          .bias = bias_.empty() ? nullptr : bias_.data()};
+}
+
+LinearWeights::LinearWeights(DType dtype, int64_t n, int64_t k, Float8Part part,
+                             std::vector<float> bias)
+    : LinearWeights(dtype, n, k, std::move(part.codes), std::move(bias)) {
+  scales_ = std::move(part.scales);
+  packed_.float8 = part.layout;
+  packed_.float8.data = reinterpret_cast<const float*>(scales_.get());
 }
 
 LinearWeights::LinearWeights(std::vector<QuantisedPart> parts, int64_t k, std::vector<float> bias)
@@ -277,6 +294,9 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   }
   const std::string packed_name = PackedName(parts);
   if (checkpoint_.Has(packed_name)) return MappedMatrix(packed_name, n, k, std::move(bias));
+  if (checkpoint_.Has(Float8Name(packed_name))) {
+    return MappedFloat8(packed_name, n, k, std::move(bias));
+  }
   if (MappedFormat(PackedPartName(parts.front().name))) {
     return MappedQuantised(parts, k, std::move(bias));
   }
@@ -377,42 +397,52 @@ Result<LinearWeights> WeightLoader::Float8(std::span<const LinearPart> parts, in
     matrices.push_back(std::move(matrix));
     n += part.rows;
   }
-  const DType to = PackedType(DType::kF32);
-  std::shared_ptr<const std::byte> packed;
-  if (use_ == WeightUse::kLoad) {
-    QUIRE_ASSIGN_OR_RETURN(packed, PackFloat8(matrices, to, n, k));
-    for (const Float8Matrix& matrix : matrices) matrix.Release();
-  }
-  return Matrix(PackedName(parts), to, n, k, std::move(packed), std::move(bias));
+  Float8Part part{.codes = nullptr, .scales = nullptr, .layout = Float8Matrix::ScalesOf(matrices)};
+  if (use_ == WeightUse::kLoad) QUIRE_RETURN_IF_ERROR(TakeFloat8(matrices, n, k, &part));
+  return Float8Codes(PackedName(parts), n, k, std::move(part), std::move(bias));
 }
 
-// Some rows at a time: all of them in float32 would take four times the file.
-Result<std::shared_ptr<const std::byte>> WeightLoader::PackFloat8(
-    std::span<const Float8Matrix> matrices, DType to, int64_t n, int64_t k) {
-  constexpr int64_t kRows = 8 * kOutputBlock;
-  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed,
-                         memory_.Take(backend_.packed_linear_bytes(to, n, k)));
-  QUIRE_ASSIGN_OR_RETURN(const HostMemory memory,
-                         HostMemory::Allocate(static_cast<size_t>(kRows * k) * sizeof(float)));
-  auto* const rows = reinterpret_cast<float*>(memory.data());
-  std::byte* next = packed.get();
-  int64_t filled = 0;
-  const auto pack = [&] {
-    backend_.pack_linear(memory.data(), DType::kF32, filled, k, to, next, runner_);
-    next += backend_.packed_linear_bytes(to, filled, k);
-    filled = 0;
-  };
+// Codes and scales of a part that has its layout.
+Status WeightLoader::TakeFloat8(std::span<const Float8Matrix> matrices, int64_t n, int64_t k,
+                                Float8Part* part) {
+  std::vector<const uint8_t*> rows;
   for (const Float8Matrix& matrix : matrices) {
-    for (int64_t row = 0; row < matrix.rows();) {
-      const int64_t count = std::min(kRows - filled, matrix.rows() - row);
-      QUIRE_RETURN_IF_ERROR(matrix.Read(row, count, rows + filled * k, runner_));
-      row += count;
-      filled += count;
-      if (filled == kRows) pack();
-    }
+    QUIRE_RETURN_IF_ERROR(matrix.CheckScales());
+    for (int64_t row = 0; row < matrix.rows(); ++row) rows.push_back(matrix.Codes(row));
   }
-  if (filled > 0) pack();
-  return std::shared_ptr<const std::byte>(std::move(packed));
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> codes, memory_.Take(PackedFloat8Bytes(n, k)));
+  int64_t damaged = PackFloat8(rows, k, reinterpret_cast<uint8_t*>(codes.get()), runner_);
+  if (damaged >= 0) {
+    const Float8Matrix* matrix = matrices.data();
+    for (; damaged >= matrix->rows(); ++matrix) damaged -= matrix->rows();
+    return matrix->NotANumber(damaged);
+  }
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> scales,
+                         memory_.Take(Float8ScaleBytes(part->layout, n, k)));
+  Float8Matrix::WriteScales(matrices, part->layout, reinterpret_cast<float*>(scales.get()));
+  for (const Float8Matrix& matrix : matrices) matrix.Release();
+  part->codes = std::move(codes);
+  part->scales = std::move(scales);
+  return Status();
+}
+
+LinearWeights WeightLoader::Float8Codes(const std::string& name, int64_t n, int64_t k,
+                                        Float8Part part, std::vector<float> bias) {
+  const size_t sizes[] = {PackedFloat8Bytes(n, k), Float8ScaleBytes(part.layout, n, k)};
+  for (const size_t bytes : sizes) {
+    AddBytes(DTypeName(DType::kF8E4M3), WeightMemory::BytesTaken(bytes));
+  }
+  if (record_ != nullptr) {
+    record_->push_back({Float8Name(name),
+                        DType::kU8,
+                        {OutputBlocks(n), PackedInputs(DType::kBF16, k), kOutputBlock},
+                        part.codes});
+    record_->push_back({Float8ScalesName(name),
+                        DType::kF32,
+                        {OutputBlocks(n), Float8Segments(part.layout, k), part.layout.lanes()},
+                        part.scales});
+  }
+  return LinearWeights(PackedType(DType::kF32), n, k, std::move(part), std::move(bias));
 }
 
 Result<QuantisedPart> WeightLoader::FolderPart(const LinearPart& part, int64_t k) {
@@ -600,6 +630,28 @@ Result<LinearWeights> WeightLoader::MappedMatrix(const std::string& name, int64_
     QUIRE_ASSIGN_OR_RETURN(packed, ShareAligned(tensor, kCacheLine));
   }
   return Matrix(name, dtype, n, k, std::move(packed), std::move(bias));
+}
+
+Result<LinearWeights> WeightLoader::MappedFloat8(const std::string& name, int64_t n, int64_t k,
+                                                 std::vector<float> bias) {
+  const int64_t shape[] = {OutputBlocks(n), PackedInputs(DType::kBF16, k), kOutputBlock};
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor codes,
+                         FindMapped(Float8Name(name), DType::kU8, shape));
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor scales, checkpoint_.Find(Float8ScalesName(name)));
+  const bool has_blocks = quantisation_ && quantisation_->block_inputs > 0;
+  Float8Part part{.codes = nullptr, .scales = nullptr, .layout = {}};
+  part.layout.segment_inputs = has_blocks ? quantisation_->block_inputs : k;
+  const std::vector<int64_t>& scale_sizes = scales.stored->shape;
+  part.layout.of_outputs = !scale_sizes.empty() && scale_sizes.back() == kOutputBlock;
+  const int64_t scale_shape[] = {OutputBlocks(n), Float8Segments(part.layout, k),
+                                 part.layout.lanes()};
+  QUIRE_RETURN_IF_ERROR(FindMapped(Float8ScalesName(name), DType::kF32, scale_shape).status());
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(part.codes, ShareAligned(codes, kCacheLine));
+    QUIRE_ASSIGN_OR_RETURN(part.scales, ShareAligned(scales, alignof(float)));
+    QUIRE_RETURN_IF_ERROR(CheckFloat8Scales(scales));
+  }
+  return Float8Codes(name, n, k, std::move(part), std::move(bias));
 }
 
 DType WeightLoader::PackedType(DType from) const {

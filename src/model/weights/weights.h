@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kernels/backend.h"
+#include "kernels/float8_weights.h"
 #include "kernels/quantised_weights.h"
 #include "model/weights/checkpoint.h"
 #include "model/weights/float8_matrix.h"
@@ -52,12 +53,21 @@ struct QuantisedPart {
   std::shared_ptr<const std::vector<int32_t>> input_order = nullptr;
 };
 
+// A matrix of float8 codes. Null: it was only measured.
+struct Float8Part {
+  std::shared_ptr<const std::byte> codes;
+  std::shared_ptr<const std::byte> scales;  // float32
+  Float8Scales layout;                      // data is not set
+};
+
 // One weight matrix in the kernels' order, with its bias. The view's pointers follow moves.
 class LinearWeights {
  public:
   LinearWeights() = default;
   LinearWeights(DType dtype, int64_t n, int64_t k, std::shared_ptr<const std::byte> packed,
                 std::vector<float> bias);
+  // Codes that stand for weights of `dtype`.
+  LinearWeights(DType dtype, int64_t n, int64_t k, Float8Part part, std::vector<float> bias);
   // Parts on top of each other, [n of all parts, k].
   LinearWeights(std::vector<QuantisedPart> parts, int64_t k, std::vector<float> bias);
 
@@ -69,6 +79,7 @@ class LinearWeights {
  private:
   PackedLinear packed_;
   std::shared_ptr<const std::byte> memory_;
+  std::shared_ptr<const std::byte> scales_;  // of float8 codes
   std::vector<float> bias_;
   std::vector<QuantisedLinear> quantised_;
   std::vector<QuantisedPart> parts_;
@@ -114,7 +125,7 @@ enum class WeightUse : uint8_t {
 //
 // A checkpoint may hold matrices packed already (docs/formats/packed.md): those are read where they
 // are mapped. Quantised matrices (of GGUF files and of quantised folders) stay quantised, whatever
-// the model computes in.
+// the model computes in; float8 codes stay codes.
 class WeightLoader {
  public:
   // kBF16: float32 matrices are rounded to bfloat16; kF32: all types are kept. The arguments must
@@ -184,8 +195,11 @@ class WeightLoader {
   bool IsFloat8(const std::string& name) const;
   Result<LinearWeights> Float8(std::span<const LinearPart> parts, int64_t k,
                                std::vector<float> bias);
-  Result<std::shared_ptr<const std::byte>> PackFloat8(std::span<const Float8Matrix> matrices,
-                                                      DType to, int64_t n, int64_t k);
+  Status TakeFloat8(std::span<const Float8Matrix> matrices, int64_t n, int64_t k, Float8Part* part);
+  Result<LinearWeights> MappedFloat8(const std::string& name, int64_t n, int64_t k,
+                                     std::vector<float> bias);
+  LinearWeights Float8Codes(const std::string& name, int64_t n, int64_t k, Float8Part part,
+                            std::vector<float> bias);
   Result<HeadMatrices> Float8Slices(const std::string& name, int64_t heads,
                                     std::span<const HeadSlice> slices, int64_t rows, int64_t k);
   Status CheckNoBias(const LinearPart& part);
