@@ -17,7 +17,7 @@ namespace quire {
 class CountingGate {
  public:
   // The tree must outlive it.
-  explicit CountingGate(const BlockTree& tree) : tree_(tree) { Publish(); }
+  explicit CountingGate(const BlockTree& tree) : tree_(tree), published_(tree) {}
 
   // Runs the body of a call that changes sequences, pages or the plan. Queries wait until it
   // returns.
@@ -52,16 +52,10 @@ class CountingGate {
   PageCounts counts() const { return published_.Load(); }
 
  private:
-  void Publish() const noexcept {
-    const PageCounts counts = CountPages(tree_);
-    if (counts == counts_) return;
-    counts_ = counts;
-    published_.Store(counts);
-  }
+  void Publish() const noexcept { published_.Store(tree_); }
 
   const BlockTree& tree_;
   CallGate gate_;
-  mutable PageCounts counts_;  // as published
   mutable PublishedCounts published_;
 };
 

@@ -17,7 +17,6 @@ void ForwardCalls::Clear() noexcept {
 // ---------------------------------------------------------------------- both halves
 
 Status ForwardCalls::Plan(const ControlCall& call) {
-  kind_ = call.kind;
   switch (call.kind) {
     case ControlCall::Kind::kBegin:
       return PlanBegin(call);
@@ -41,8 +40,8 @@ Status ForwardCalls::Plan(const ControlCall& call) {
   return Status();
 }
 
-void ForwardCalls::Commit() noexcept {
-  switch (kind_) {
+void ForwardCalls::Commit(const ControlCall& call) noexcept {
+  switch (call.kind) {
     case ControlCall::Kind::kBegin:
       return repeats_ ? CommitRepeated() : CommitBegin();
     case ControlCall::Kind::kBeginTree:

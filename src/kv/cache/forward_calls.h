@@ -51,8 +51,8 @@ class ForwardCalls {
 
   // REQUIRES: the call is kBegin, kBeginTree, kEnd or kAbort; what it refers to stays until Commit.
   Status Plan(const ControlCall& call);
-  // REQUIRES: a Plan that worked.
-  void Commit() noexcept;
+  // REQUIRES: a Plan of this call that worked.
+  void Commit(const ControlCall& call) noexcept;
   // Both halves of BeginBlendingForward.
   Status BeginBlending(std::span<const int64_t> seq_ids, std::span<const int64_t> append_lengths,
                        std::span<const LayerLoad> loads, std::span<const BlendMember> blends);
@@ -98,9 +98,7 @@ class ForwardCalls {
   const Owners owners_;
   const BatchPlanner planner_;
   mutable ForwardPlan query_;  // of PagesNeeded, which leaves the forward's plan as it is
-  // The call that was planned last.
-  ControlCall::Kind kind_ = ControlCall::Kind::kAbort;
-  bool repeats_ = false;  // kBegin: the batch of the last forward, one token further
+  bool repeats_ = false;  // of the planned begin: the batch of the last forward, one token further
   int64_t repeated_count_ = 0;
 };
 

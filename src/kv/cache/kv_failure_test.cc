@@ -584,6 +584,33 @@ TEST(KVAllocationFailure, AForwardThatLoadsAllocatesNothingAfterBegin) {
   }
 }
 
+// Calls of a serving loop. The cache is afterwards as it was before.
+Status RunSmallCalls(AttentionKVCache& cache) {
+  QUIRE_RETURN_IF_ERROR(BeginThree(cache));
+  QUIRE_RETURN_IF_ERROR(cache.AbortForward());
+  QUIRE_RETURN_IF_ERROR(cache.AddSequence(20));
+  QUIRE_RETURN_IF_ERROR(cache.ForkSequence(0, 21, -1));
+  QUIRE_RETURN_IF_ERROR(cache.ForkSequence(0, 22, 9));
+  QUIRE_RETURN_IF_ERROR(cache.PopN(21, 1));
+  QUIRE_RETURN_IF_ERROR(cache.PopN(22, 2));
+  for (const int64_t id : {20, 21, 22}) QUIRE_RETURN_IF_ERROR(cache.RemoveSequence(id));
+  return Status();
+}
+
+// What they have taken once is used again.
+TEST(KVAllocationFailure, SmallCallsAllocateNothingTheSecondTime) {
+  for (const Scene& scene : Scenes()) {
+    SCOPED_TRACE(scene.name);
+    const auto cache = MakeTestCache(scene.options);
+    scene.build(*cache, scene.options);
+    ASSERT_TRUE(RunSmallCalls(*cache).ok());
+    const int64_t before = AllocationsMade();
+    const Status again = RunSmallCalls(*cache);
+    EXPECT_EQ(AllocationsMade(), before);
+    EXPECT_TRUE(again.ok()) << again.ToString();
+  }
+}
+
 TEST(KVAllocationFailure, CreateReportsOutOfMemory) {
   AttentionKVCacheOptions options = SmallOptions();
   for (int64_t n = 0;; ++n) {

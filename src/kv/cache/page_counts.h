@@ -21,12 +21,33 @@ PageCounts CountPages(const BlockTree& tree) noexcept;
 // time; readers never wait for it, they look again.
 class PublishedCounts {
  public:
-  void Store(const PageCounts& counts) noexcept;
+  // Those of the tree, whose pages are as many all its life.
+  explicit PublishedCounts(const BlockTree& tree) noexcept;
+  // In line: each call of a cache ends with it, and it is small.
+  void Store(const BlockTree& tree) noexcept {
+    const Counts counts(tree);
+    if (counts == stored_) return;
+    Replace(counts);
+  }
   PageCounts Load() const noexcept;
 
  private:
+  // What the rest follows from.
+  struct Counts {
+    explicit Counts(const BlockTree& tree) noexcept : kinds(tree.blocks().kinds()) {
+      for (int g = 0; g < tree.group_count(); ++g) free += tree.pool(g).free_count();
+    }
+    bool operator==(const Counts&) const = default;
+
+    int64_t free = 0;
+    PageKinds kinds;
+  };
+  void Replace(const Counts& counts) noexcept;
+
+  const int64_t total_;
+  Counts stored_;                      // for the thread that stores
   std::atomic<uint64_t> version_ = 0;  // odd while a thread stores
-  std::atomic<int64_t> total_ = 0, free_ = 0, exclusive_ = 0, shared_ = 0, retained_only_ = 0;
+  std::atomic<int64_t> free_, shared_, retained_only_;
 };
 
 }  // namespace quire

@@ -122,38 +122,38 @@ PagedKVCache::PagedKVCache(AttentionKVCacheOptions options, std::vector<LayerGro
 Status PagedKVCache::Run(const ControlCall& call) {
   return gate_.EnterAlone(call.name(), [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(PlanCall(call));
-    CommitCall();
+    CommitCall(call);
     return Status();
   });
 }
 
 Status PagedKVCache::Plan(const ControlCall& call) {
   QUIRE_RETURN_IF_ERROR(gate_.Open(call.name()));
-  const Status planned = GuardEntry([&] { return PlanCall(call); });
+  planned_ = call;
+  const Status planned = GuardEntry([&] { return PlanCall(planned_); });
   if (!planned.ok()) gate_.Close();
   return planned;
 }
 
 void PagedKVCache::Commit() noexcept {
-  CommitCall();
+  CommitCall(planned_);
   gate_.Close();
 }
 
 // What a planned forward has in plan_ is as good as nothing: the next one starts it again.
 void PagedKVCache::Drop() noexcept {
-  if (planned_ == Kind::kImport) importer_.DropImport();
+  if (planned_.kind == Kind::kImport) importer_.DropImport();
   gate_.Close();
 }
 
 Status PagedKVCache::PlanCall(const ControlCall& call) {
-  planned_ = call.kind;
   if (call.kind == Kind::kClear) return Status();
   return IsCallOfForwards(call.kind) ? forwards_.Plan(call) : sequences_.Plan(call);
 }
 
-void PagedKVCache::CommitCall() noexcept {
-  if (planned_ == Kind::kClear) return ClearAll();
-  return IsCallOfForwards(planned_) ? forwards_.Commit() : sequences_.Commit();
+void PagedKVCache::CommitCall(const ControlCall& call) noexcept {
+  if (call.kind == Kind::kClear) return ClearAll();
+  return IsCallOfForwards(call.kind) ? forwards_.Commit(call) : sequences_.Commit(call);
 }
 
 void PagedKVCache::ClearAll() noexcept {

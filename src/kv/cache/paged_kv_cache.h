@@ -149,14 +149,14 @@ class PagedKVCache final : public CacheQueries, public PlannedState {
   // Both halves of a call.
   Status Run(const ControlCall& call) override;
   Status PlanCall(const ControlCall& call);
-  void CommitCall() noexcept;
+  void CommitCall(const ControlCall& call) noexcept;
   void ClearAll() noexcept;
 
   PagedSequences kv_;
   CountingGate gate_;
 
-  Kind planned_ = Kind::kClear;  // the call that was planned last
-  ForwardPlan plan_;             // of the open forward or the last one
+  ControlCall planned_;  // of Plan, until its Commit or Drop
+  ForwardPlan plan_;     // of the open forward or the last one
   LayerSteps steps_;
   RopeAngles ropes_;
   WindowBook windows_;

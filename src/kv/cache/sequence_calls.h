@@ -39,30 +39,30 @@ class SequenceCalls {
 
   // REQUIRES: the call is of one of these kinds; what it refers to stays until Commit.
   Status Plan(const ControlCall& call);
-  // REQUIRES: a Plan that worked.
-  void Commit() noexcept;
+  // REQUIRES: a Plan of this call that worked.
+  void Commit(const ControlCall& call) noexcept;
 
  private:
-  Status PlanAdd();
-  Status PlanFork();
-  Status PlanPop();
-  Status PlanRetain();
-  Status PlanImport();
-  Status PlanCommitTrees();
-  void CommitAdd() noexcept;
-  void CommitRemove() noexcept;
-  void CommitFork() noexcept;
-  void CommitPop() noexcept;
-  void CommitRetain() noexcept;
-  void CommitTrees() noexcept;
+  Status PlanAdd(const ControlCall& call);
+  Status PlanFork(const ControlCall& call);
+  Status PlanPop(const ControlCall& call);
+  Status PlanRetain(const ControlCall& call);
+  Status PlanImport(const ControlCall& call);
+  Status PlanCommitTrees(const ControlCall& call);
+  void CommitAdd(const ControlCall& call) noexcept;
+  void CommitRemove(const ControlCall& call) noexcept;
+  void CommitFork(const ControlCall& call) noexcept;
+  void CommitPop(const ControlCall& call) noexcept;
+  void CommitRetain(const ControlCall& call) noexcept;
+  void CommitTrees(const ControlCall& call) noexcept;
   // The sequence that the call names, outside of the batch.
-  Status FindSequence();
+  Status FindSequence(const ControlCall& call);
   // After tokens are gone.
   void FreeUnseen() noexcept;
 
   PagedSequences& kv_;
   const Owners owners_;
-  ControlCall call_;      // that is planned
+  // Of the planned call.
   int32_t index_ = -1;    // the sequence that it names
   int64_t position_ = 0;  // kFork: where; kPop: the length afterwards
 };

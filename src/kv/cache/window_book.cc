@@ -94,31 +94,24 @@ void WindowBook::Set(int32_t index, const WindowSettings& windows) noexcept {
 
 // ---------------------------------------------------------------------- what is legal
 
-Status WindowBook::CheckEnd(const char* call, const Sequence& sequence, int64_t length) const {
-  const int64_t committed = kv_.CommittedLength(sequence);
-  if (length == committed) return Status();
-  for (int g = 0; g < kv_.tree.group_count(); ++g) {
-    const LayerGroup& group = kv_.groups[static_cast<size_t>(g)];
-    if (CanEndAt(kv_.tree, sequence, g, group.window, length)) continue;
-    return Status(StatusCode::kBadState,
-                  OfSequence(call, sequence.id) + "of length " + std::to_string(committed) +
-                      " cannot end at " + std::to_string(length) + ": in layer " +
-                      std::to_string(group.layers.front()) +
-                      " tokens that a query there would see have slid out of the window and are "
-                      "no longer held; compute the sequence again from an empty one");
-  }
-  return Status();
-}
-
-bool WindowBook::CanEnd(const Sequence& sequence, int64_t length) const {
-  QUIRE_DCHECK(length >= 0);
-  const int64_t committed = kv_.CommittedLength(sequence);
-  if (length >= committed) return length == committed;
+int WindowBook::LosingGroup(const Sequence& sequence, int64_t length) const {
   for (int g = 0; g < kv_.tree.group_count(); ++g) {
     if (!CanEndAt(kv_.tree, sequence, g, kv_.groups[static_cast<size_t>(g)].window, length))
-      return false;
+      return g;
   }
-  return true;
+  return -1;
+}
+
+Status WindowBook::RefuseEnd(const char* call, const Sequence& sequence, int64_t length) const {
+  const int group = LosingGroup(sequence, length);
+  QUIRE_CHECK(group >= 0) << "sequence " << sequence.id << " has no tokens at " << length;
+  return Status(StatusCode::kBadState,
+                OfSequence(call, sequence.id) + "of length " +
+                    std::to_string(kv_.CommittedLength(sequence)) + " cannot end at " +
+                    std::to_string(length) + ": in layer " +
+                    std::to_string(kv_.groups[static_cast<size_t>(group)].layers.front()) +
+                    " tokens that a query there would see have slid out of the window and are "
+                    "no longer held; compute the sequence again from an empty one");
 }
 
 Status WindowBook::CheckImport(const char* call, const Sequence& sequence,
@@ -170,15 +163,14 @@ void WindowBook::LeaveOutHidden(const WindowSettings& windows, int64_t start, in
 
 // ---------------------------------------------------------------------- sliding
 
-void WindowBook::MoveEnd(const Sequence& from, int64_t length, Sequence* to) const noexcept {
+void WindowBook::MoveWindow(const Sequence& from, int64_t length, Sequence* to) const noexcept {
   QUIRE_DCHECK(length <= kv_.CommittedLength(from)) << "sequence " << from.id << " at " << length;
   const SequenceWindow window = WindowAt(from.window, length);
   to->slid = std::min(from.slid, std::max<int64_t>(SlidAt(window, length), 0));
   to->window = window;
 }
 
-void WindowBook::SlideTo(int32_t index) noexcept {
-  if (!kv_.tree.hidden().tracks()) return;
+void WindowBook::Slide(int32_t index) noexcept {
   Sequence& sequence = kv_.control[index];
   QUIRE_DCHECK(sequence.reserved == 0) << "sequence " << sequence.id << " is not committed";
   const int64_t length = kv_.CommittedLength(sequence);
@@ -189,12 +181,11 @@ void WindowBook::SlideTo(int32_t index) noexcept {
     plan_.ForbidRepeat();
   }
   sequence.slid = SlidAt(sequence.window, length);
-  UpdateHidden(index);
+  TellTree(index);
   QUIRE_DCHECK(sequence.slid >= sequence.window.slid) << "what is lost came back";
 }
 
-void WindowBook::UpdateHidden(int32_t index) noexcept {
-  if (!kv_.tree.hidden().tracks()) return;
+void WindowBook::TellTree(int32_t index) noexcept {
   const Sequence& sequence = kv_.control[index];
   for (int g = 0; g < kv_.tree.group_count(); ++g) {
     kv_.tree.hidden().Set(

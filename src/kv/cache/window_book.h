@@ -36,8 +36,16 @@ class WindowBook {
 
   // ---- What is legal.
   // BadState unless the sequence can be cut or forked at `length`.
-  Status CheckEnd(const char* call, const Sequence& sequence, int64_t length) const;
-  bool CanEnd(const Sequence& sequence, int64_t length) const;
+  Status CheckEnd(const char* call, const Sequence& sequence, int64_t length) const {
+    return CanEnd(sequence, length) ? Status() : RefuseEnd(call, sequence, length);
+  }
+  bool CanEnd(const Sequence& sequence, int64_t length) const {
+    QUIRE_DCHECK(length >= 0);
+    const int64_t committed = kv_.CommittedLength(sequence);
+    if (length >= committed) return length == committed;
+    QUIRE_DCHECK(hides() || LosingGroup(sequence, length) < 0);
+    return !hides() || LosingGroup(sequence, length) < 0;
+  }
   // Whether a sequence of `length` tokens can be imported with these windows.
   Status CheckImport(const char* call, const Sequence& sequence, const WindowSettings& windows,
                      int64_t length) const;
@@ -48,17 +56,35 @@ class WindowBook {
 
   // ---- Sliding.
   // `to` ends at `length` of what `from` holds; they may be the same.
-  void MoveEnd(const Sequence& from, int64_t length, Sequence* to) const noexcept;
+  void MoveEnd(const Sequence& from, int64_t length, Sequence* to) const noexcept {
+    QUIRE_DCHECK(hides() || (from.window == SequenceWindow{} && to->window == from.window));
+    if (hides()) MoveWindow(from, length, to);
+  }
   // The sequence has got committed tokens.
-  void SlideTo(int32_t index) noexcept;
+  void SlideTo(int32_t index) noexcept {
+    if (hides()) Slide(index);
+  }
   // What the sequence hides, by its length, has changed, or it ends in another block than before.
-  void UpdateHidden(int32_t index) noexcept;
+  void UpdateHidden(int32_t index) noexcept {
+    if (hides()) TellTree(index);
+  }
   // Pages that nobody sees any more go, unless a forward is open: its plan may read them.
   void FreeHidden() noexcept {
     if (!kv_.control.in_forward()) kv_.tree.hidden().Free();
   }
 
  private:
+  // Whether any window has been in use since all sequences went. If not, no sequence has one, none
+  // has slid, and all pages are held.
+  bool hides() const { return kv_.tree.hidden().tracks(); }
+  // The first group that does not hold all that a query at `length` would see, or -1.
+  int LosingGroup(const Sequence& sequence, int64_t length) const;
+  Status RefuseEnd(const char* call, const Sequence& sequence, int64_t length) const;
+  // MoveEnd, SlideTo and UpdateHidden once windows are in use.
+  void MoveWindow(const Sequence& from, int64_t length, Sequence* to) const noexcept;
+  void Slide(int32_t index) noexcept;
+  void TellTree(int32_t index) noexcept;
+
   PagedSequences& kv_;
   ForwardPlan& plan_;
 };

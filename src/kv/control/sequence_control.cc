@@ -28,21 +28,15 @@ Status NoSuchSequence(const char* call, int64_t seq_id) {
 
 // ---------------------------------------------------------------------- sequences
 
-Result<int32_t> SequenceControl::Find(const char* call, int64_t seq_id) const {
-  const int32_t index = table_.Find(seq_id);
-  if (index != SequenceTable::kAbsent) return index;
-  return NoSuchSequence(call, seq_id);
-}
-
-Result<int32_t> SequenceControl::FindOutsideBatch(const char* call, int64_t seq_id) const {
-  QUIRE_ASSIGN_OR_RETURN(const int32_t index, Find(call, seq_id));
-  if (!InBatch(index)) return index;
+Status SequenceControl::RefuseToChange(const char* call, int64_t seq_id, int32_t index) const {
+  if (index == SequenceTable::kAbsent) return NoSuchSequence(call, seq_id);
+  QUIRE_DCHECK(InBatch(index));
   return Status(
       StatusCode::kBadState,
       OfSequence(call, seq_id) + "is in the batch of the open forward; end or abort that first");
 }
 
-Status SequenceControl::CheckNew(const char* call, int64_t seq_id) const {
+Status SequenceControl::RefuseNew(const char* call, int64_t seq_id) const {
   if (seq_id < 0) {
     return Bad(StatusCode::kBadArgument, call,
                std::to_string(seq_id) + " is no sequence id; ids are 0 or above");
@@ -54,8 +48,7 @@ Status SequenceControl::CheckNew(const char* call, int64_t seq_id) const {
 }
 
 Status SequenceControl::CheckRoomForActive(const char* call, int64_t seq_id) const {
-  QUIRE_DCHECK(active_count() <= max_num_sequences_);
-  if (active_count() < max_num_sequences_) return Status();
+  if (HasRoomForActive()) return Status();
   return Status(StatusCode::kTooLarge,
                 OfSequence(call, seq_id) + "would be one more than max_num_sequences, " +
                     std::to_string(max_num_sequences_) + "; remove or retain another one first");
@@ -72,14 +65,10 @@ Status SequenceControl::RequireActive(const char* call, int32_t index) const {
 
 // ---------------------------------------------------------------------- the open forward
 
-Status SequenceControl::RequireIdle(const char* call) const {
-  return in_forward_ ? ForwardIsOpen(call) : Status();
-}
-
-Status SequenceControl::RequireForward(const char* call) const {
+Status SequenceControl::RefuseForward(const char* call) const {
   if (!in_forward_)
     return Bad(StatusCode::kBadState, call, "no forward is open; call BeginForward first");
-  if (!failed_) return Status();
+  QUIRE_DCHECK(failed_);
   return Bad(StatusCode::kBadState, call,
              "an attention call of this forward has failed; call AbortForward");
 }

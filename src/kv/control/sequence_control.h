@@ -46,20 +46,36 @@ class SequenceControl {
   int64_t active_count() const { return table_.count() - table_.retained_count(); }
 
   // ---- Sequences. Each returns an index in the table, or the error of a call with this name.
-  Result<int32_t> Find(const char* call, int64_t seq_id) const;
+  // In line, as are other checks that nearly always pass.
+  Result<int32_t> Find(const char* call, int64_t seq_id) const {
+    const int32_t index = table_.Find(seq_id);
+    if (index != SequenceTable::kAbsent) return index;
+    return NoSuchSequence(call, seq_id);
+  }
   // The same for a call that changes the sequence or forks it.
-  Result<int32_t> FindOutsideBatch(const char* call, int64_t seq_id) const;
+  Result<int32_t> FindOutsideBatch(const char* call, int64_t seq_id) const {
+    const int32_t index = table_.Find(seq_id);
+    if (index != SequenceTable::kAbsent && !InBatch(index)) return index;
+    return RefuseToChange(call, seq_id, index);
+  }
   // Whether a sequence with this id can be added.
-  Status CheckNew(const char* call, int64_t seq_id) const;
+  Status CheckNew(const char* call, int64_t seq_id) const {
+    const bool is_new = seq_id >= 0 && table_.Find(seq_id) == SequenceTable::kAbsent;
+    return is_new && HasRoomForActive() ? Status() : RefuseNew(call, seq_id);
+  }
   Status CheckRoomForActive(const char* call, int64_t seq_id) const;
   Status RequireActive(const char* call, int32_t index) const;
 
   // ---- The open forward.
   bool in_forward() const { return in_forward_; }
   bool InBatch(int32_t index) const { return in_forward_ && IsNamed(index); }
-  Status RequireIdle(const char* call) const;
+  Status RequireIdle(const char* call) const {
+    return in_forward_ ? ForwardIsOpen(call) : Status();
+  }
   // BadState also after a failure in this forward.
-  Status RequireForward(const char* call) const;
+  Status RequireForward(const char* call) const {
+    return in_forward_ && !failed_ ? Status() : RefuseForward(call);
+  }
   // The last planning's batch is that of the forward.
   void OpenForward() noexcept {
     QUIRE_DCHECK(!in_forward_);
@@ -106,6 +122,15 @@ class SequenceControl {
   Status NameOnce(const char* call, int32_t index) const;
 
  private:
+  bool HasRoomForActive() const {
+    QUIRE_DCHECK(active_count() <= max_num_sequences_);
+    return active_count() < max_num_sequences_;
+  }
+  // Why FindOutsideBatch, CheckNew and RequireForward have said no.
+  Status RefuseToChange(const char* call, int64_t seq_id, int32_t index) const;
+  Status RefuseNew(const char* call, int64_t seq_id) const;
+  Status RefuseForward(const char* call) const;
+
   const int64_t max_num_sequences_;
   SequenceTable table_;
   bool in_forward_ = false;

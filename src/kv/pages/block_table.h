@@ -45,6 +45,7 @@ struct alignas(64) Block {
 struct PageKinds {
   int64_t shared = 0;         // by two or more, not all of which are retained
   int64_t retained_only = 0;  // by retained sequences alone
+  bool operator==(const PageKinds&) const = default;
 };
 
 class BlockTable {
@@ -111,6 +112,13 @@ class BlockTable {
   void CountPages(BlockIndex index, int64_t more) noexcept {
     int64_t* const kind = KindOf(block(index));
     if (kind != nullptr) *kind += more;
+  }
+  // The block goes, and with it the pages that begin in it.
+  void UncountPages(BlockIndex index) noexcept {
+    int64_t* const kind = KindOf(block(index));
+    if (kind == nullptr) return;
+    *kind -= PagesThatBeginIn(index);
+    QUIRE_DCHECK(*kind >= 0) << "pages of a kind are miscounted";
   }
   // Pages of all groups whose first token lies in the block: they are of its kind.
   int64_t PagesThatBeginIn(BlockIndex index) const;

@@ -308,7 +308,9 @@ void BlockTree::Trim(BlockIndex index, int64_t end) noexcept {
   QUIRE_DCHECK(leaf.begin < end && end < leaf.end);
   distinct_token_count_ -= leaf.end - end;
   leaf.end = end;
-  for (int g = 0; g < group_count(); ++g) blocks_.CountPages(index, -tables_.Trim(index, g, end));
+  int64_t released = 0;
+  for (int g = 0; g < group_count(); ++g) released += tables_.Trim(index, g, end);
+  blocks_.CountPages(index, -released);
 }
 
 // Frees a leaf with one reference and returns its parent, to which the reference on the leaf has
@@ -319,7 +321,7 @@ BlockIndex BlockTree::FreeLeaf(BlockIndex index) noexcept {
   const BlockIndex parent = leaf.parent;
   distinct_token_count_ -= leaf.end - leaf.begin;
   QUIRE_DCHECK(distinct_token_count_ >= 0);
-  blocks_.CountPages(index, -blocks_.PagesThatBeginIn(index));
+  blocks_.UncountPages(index);
   hidden_.Drop(index);
   for (int g = 0; g < group_count(); ++g) tables_.Drop(index, parent, g, leaf.begin);
   blocks_.FreeLeaf(index);

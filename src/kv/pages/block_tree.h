@@ -186,7 +186,9 @@ class BlockTree {
   // [plan][group]. May throw std::bad_alloc.
   void Reserve(const AppendPlans& plans, std::span<const GroupAppend> groups);
   // Memory for one ForkAt or Pop. May throw std::bad_alloc.
-  void ReserveSplit() { EnsureFreeBlocks(1); }
+  void ReserveSplit() {
+    if (blocks_.free_blocks().empty()) EnsureFreeBlocks(1);
+  }
 
   // ---- Commits.
   // Returns the sequence's new end. If the plan copies, the caller keeps the reference on plan.last

@@ -86,8 +86,7 @@ void HiddenViews::Set(int32_t sequence, BlockIndex last, int group, HiddenPages 
   Refresh(last, group);
 }
 
-void HiddenViews::Unhide(int32_t sequence) noexcept {
-  if (!tracks_) return;
+void HiddenViews::UnhideTracked(int32_t sequence) noexcept {
   BlockIndex& in = hidden_in_[static_cast<size_t>(sequence)];
   if (in == kNoBlock) return;
   for (int g = 0; g < tables_.group_count(); ++g) {
@@ -97,8 +96,7 @@ void HiddenViews::Unhide(int32_t sequence) noexcept {
   in = kNoBlock;
 }
 
-void HiddenViews::MoveUp(BlockIndex upper, BlockIndex lower) noexcept {
-  if (!tracks_) return;
+void HiddenViews::MoveTrackedUp(BlockIndex upper, BlockIndex lower) noexcept {
   const BlockIndex parent = block(upper).parent;
   for (int g = 0; g < tables_.group_count(); ++g) {
     const HiddenPages of_lower = views_[tables_.SlotOf(lower, g)].hidden;
@@ -111,8 +109,7 @@ void HiddenViews::MoveUp(BlockIndex upper, BlockIndex lower) noexcept {
   if (block(lower).may_free) MayFree(upper);
 }
 
-void HiddenViews::MoveDown(BlockIndex upper, BlockIndex lower) noexcept {
-  if (!tracks_) return;
+void HiddenViews::MoveTrackedDown(BlockIndex upper, BlockIndex lower) noexcept {
   const BlockIndex parent = block(lower).parent;
   for (int g = 0; g < tables_.group_count(); ++g) {
     const HiddenPages above = HiddenBy(NodeOfBlock(upper, g));
@@ -125,8 +122,7 @@ void HiddenViews::MoveDown(BlockIndex upper, BlockIndex lower) noexcept {
   if (block(upper).may_free) MayFree(lower);
 }
 
-void HiddenViews::Drop(BlockIndex leaf) noexcept {
-  if (!tracks_) return;
+void HiddenViews::DropTracked(BlockIndex leaf) noexcept {
   const BlockIndex parent = block(leaf).parent;
   for (int g = 0; g < tables_.group_count(); ++g) {
     QUIRE_CHECK(views_[tables_.SlotOf(leaf, g)].count == 0) << "block " << leaf << " is seen";
@@ -146,7 +142,7 @@ void HiddenViews::MayFree(BlockIndex index) noexcept {
   block.may_free = true;
 }
 
-void HiddenViews::Free() noexcept {
+void HiddenViews::FreeListed() noexcept {
   for (const BlockIndex index : may_free_) {
     blocks_.at(index).may_free = false;
     if (block(index).refs == 0) continue;

@@ -51,10 +51,14 @@ class HiddenViews {
   // REQUIRES: tracks().
   void Set(int32_t sequence, BlockIndex last, int group, HiddenPages hidden) noexcept;
   // It hides nothing: before its end moves to another block.
-  void Unhide(int32_t sequence) noexcept;
+  void Unhide(int32_t sequence) noexcept {
+    if (tracks_) UnhideTracked(sequence);
+  }
   // Frees the pages that have come to be hidden from all that have them. O(freed pages) and the
   // blocks of which more is hidden than before. REQUIRES: no page table is in use.
-  void Free() noexcept;
+  void Free() noexcept {
+    if (!may_free_.empty()) FreeListed();
+  }
 
   // What is hidden from all viewers of the block; positions behind it do not count.
   // REQUIRES: tracks(), also of the next one.
@@ -75,11 +79,17 @@ class HiddenViews {
     for (int g = 0; g < tables_.group_count(); ++g) Refresh(index, g);
   }
   // `upper` has been split off from above `lower`, and is seen by it alone.
-  void MoveUp(BlockIndex upper, BlockIndex lower) noexcept;
+  void MoveUp(BlockIndex upper, BlockIndex lower) noexcept {
+    if (tracks_) MoveTrackedUp(upper, lower);
+  }
   // `lower` has taken the place of `upper`, which it alone has seen.
-  void MoveDown(BlockIndex upper, BlockIndex lower) noexcept;
+  void MoveDown(BlockIndex upper, BlockIndex lower) noexcept {
+    if (tracks_) MoveTrackedDown(upper, lower);
+  }
   // A leaf goes; before its reference passes to the parent.
-  void Drop(BlockIndex leaf) noexcept;
+  void Drop(BlockIndex leaf) noexcept {
+    if (tracks_) DropTracked(leaf);
+  }
   void Clear() noexcept;
   int64_t memory_bytes() const;
 
@@ -103,6 +113,13 @@ class HiddenViews {
     return {.begin = -begins_.key(node), .end = ends_.key(node)};
   }
   const Block& block(BlockIndex index) const { return blocks_.block(index); }
+  // What the calls with these names do once there is something to do.
+  void UnhideTracked(int32_t sequence) noexcept;
+  void MoveTrackedUp(BlockIndex upper, BlockIndex lower) noexcept;
+  void MoveTrackedDown(BlockIndex upper, BlockIndex lower) noexcept;
+  void DropTracked(BlockIndex leaf) noexcept;
+  void FreeListed() noexcept;
+
   void ReserveViews(size_t block_count, size_t sequence_count);
   HiddenPages HiddenFromParent(BlockIndex child, HiddenPages hidden) const;
   HiddenPages HiddenFromAll(BlockIndex index, int group) const;

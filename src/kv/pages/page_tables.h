@@ -97,6 +97,7 @@ class PageTables {
   int64_t entry_count() const;
   // Entries of the slice that have no page.
   int64_t FreedCount(BlockIndex index, int group) const {
+    if (!any_freed(group)) return 0;
     return slice(index, group).freed + (entries(index, group).front().page < 0);
   }
   // Whether an entry of the group has lost its page since the last Clear.

@@ -29,8 +29,8 @@ void SequenceTable::Rehash(size_t bucket_count) {
   }
 }
 
-void SequenceTable::ReserveOne() {
-  const size_t wanted = static_cast<size_t>(count_) + 1;
+// Room for `wanted` sequences.
+void SequenceTable::Grow(size_t wanted) {
   if (2 * wanted > buckets_.size()) Rehash(std::max(kBucketCountMin, 2 * buckets_.size()));
   if (!free_.empty()) return;
   const size_t size = std::max(wanted, 2 * sequences_.size());

@@ -71,7 +71,10 @@ class SequenceTable {
   }
 
   // Makes the next Insert succeed. May throw std::bad_alloc; then nothing has changed.
-  void ReserveOne();
+  void ReserveOne() {
+    const size_t wanted = static_cast<size_t>(count_) + 1;
+    if (free_.empty() || 2 * wanted > buckets_.size()) Grow(wanted);
+  }
   // REQUIRES: ReserveOne() since the last Insert; id >= 0 and absent.
   int32_t Insert(int64_t id) noexcept;
   void Erase(int32_t index) noexcept;
@@ -98,6 +101,7 @@ class SequenceTable {
     return static_cast<size_t>(mixed >> 32) & (buckets_.size() - 1);
   }
   size_t NextBucket(size_t bucket) const { return (bucket + 1) & (buckets_.size() - 1); }
+  void Grow(size_t wanted);
   void PutIntoBucket(int32_t index) noexcept;
   void Rehash(size_t bucket_count);
 

@@ -57,17 +57,32 @@ inline void ForwardPlan::AddPath(const BlockTree& tree, BlockIndex last, BatchTo
   }
 }
 
+namespace {
+
+// Whether rows and imported tokens of each member come right after those of the one before.
+bool FollowOneAnother(std::span<const ForwardMember> members) {
+  int64_t rows = 0;
+  int64_t imports = 0;
+  for (const ForwardMember& member : members) {
+    if (member.first_row != rows || member.first_import != imports) return false;
+    rows += member.row_count();
+    imports += member.imported;
+  }
+  return true;
+}
+
+}  // namespace
+
 void ForwardPlan::Reserve(const BlockTree& tree) {
   QUIRE_DCHECK(!members.empty());
   QUIRE_DCHECK(group_appends.size() == members.size() * static_cast<size_t>(tree.group_count()));
   marks_.resize(static_cast<size_t>(tree.blocks().capacity()));
   ++pass_;
+  QUIRE_DCHECK(FollowOneAnother(members)) << "rows are in the order of the batch";
   BatchTotals totals;  // apart, so that they stay in registers
+  totals.rows = members.back().first_row + members.back().row_count();
+  totals.imports = import_count();
   for (const ForwardMember& member : members) {
-    QUIRE_DCHECK(member.first_row == totals.rows) << "rows are in the order of the batch";
-    QUIRE_DCHECK(member.first_import == totals.imports) << "so are imported tokens";
-    totals.rows += member.row_count();
-    totals.imports += member.imported;
     AddPath(tree, member.append.last, totals);
     totals.copying += member.append.copies();
     totals.copied_tokens += member.old_length() - member.append.cut;

@@ -150,9 +150,7 @@ void TransferSender::AppendAllFacts(std::vector<int64_t>* facts) const {
   }
 }
 
-void TransferSender::ShortenRows(int64_t seq_id, int64_t length) noexcept {
-  SendMark* const mark = marks_.Find(seq_id);
-  if (mark == nullptr) return;
+void TransferSender::ShortenRows(SendMark* mark, int64_t length) noexcept {
   QUIRE_DCHECK(mark->given == 0) << "a forward sends these tokens";
   mark->ShortenTo(length);
 }
@@ -233,7 +231,7 @@ void TransferSender::SendStates(SendMark* mark) noexcept {
                 mark->given - 1 - mark->begin);
 }
 
-void TransferSender::FinishForward(SendMarks::Outcome outcome) noexcept {
+void TransferSender::FinishMarks(SendMarks::Outcome outcome) noexcept {
   for (const auto& mark : marks_.all()) {
     if (mark->given > 0) FinishRows(mark.get(), outcome);
     if (outcome == SendMarks::Outcome::kEnded) SendStates(mark.get());

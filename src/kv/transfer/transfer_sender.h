@@ -81,14 +81,21 @@ class TransferSender {
   SendMark* FindActive(int64_t seq_id) { return marks_.FindActive(seq_id); }
   // What was given counts from now on, or never. At an end, states go too. REQUIRES: all parts have
   // ended the forward.
-  void FinishForward(SendMarks::Outcome outcome) noexcept;
+  void FinishForward(SendMarks::Outcome outcome) noexcept {
+    if (has_marks()) FinishMarks(outcome);
+  }
 
   // ---- The sequence. Nothing is done where there is no mark.
   // The mark goes; the sink hears of it.
-  void Stop(int64_t seq_id, const char* why) noexcept { marks_.Stop(seq_id, why); }
+  void Stop(int64_t seq_id, const char* why) noexcept {
+    if (has_marks()) marks_.Stop(seq_id, why);
+  }
   void StopAll(const char* why) noexcept { marks_.StopAll(why); }
   // It has `length` tokens: rows after those are sent again when they come again.
-  void ShortenRows(int64_t seq_id, int64_t length) noexcept;
+  void ShortenRows(int64_t seq_id, int64_t length) noexcept {
+    if (SendMark* const mark = has_marks() ? marks_.Find(seq_id) : nullptr)
+      ShortenRows(mark, length);
+  }
   // The same for states: that at the sequence's end is sent again, even if it was sent before a
   // longer one.
   void ShortenStates(int64_t seq_id, int64_t length) noexcept;
@@ -131,6 +138,8 @@ class TransferSender {
   Status CheckHeads(const ReceiveMap& map, int64_t rank, int64_t targets) const;
   int64_t PeerOf(const ReceiveMap& map, int64_t peer, int64_t rank, int64_t target,
                  int64_t targets) const;
+  static void ShortenRows(SendMark* mark, int64_t length) noexcept;
+  void FinishMarks(SendMarks::Outcome outcome) noexcept;
   void FinishRows(SendMark* mark, SendMarks::Outcome outcome) noexcept;
   void SendStates(SendMark* mark) noexcept;
 
