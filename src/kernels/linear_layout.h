@@ -13,7 +13,7 @@ namespace quire {
 // Inputs that share one float32 accumulator. Changing it changes bits (docs/exactness.md).
 inline constexpr int64_t kMaxInputBlock = 1024;
 inline constexpr int64_t kSmallInputBlock = 512;
-constexpr int64_t InputBlock(int64_t k) {
+constexpr int64_t InputBlockSize(int64_t k) {
   return k > kMaxInputBlock ? kMaxInputBlock : kSmallInputBlock;
 }
 

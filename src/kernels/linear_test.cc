@@ -128,7 +128,7 @@ bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
 
 // Longest chain of roundings times half an ulp, twice over for the second-order terms.
 double RelativeBound(int64_t k) {
-  const int64_t chain = std::min(k, InputBlock(k)) + k / InputBlock(k) + 3;
+  const int64_t chain = std::min(k, InputBlockSize(k)) + k / InputBlockSize(k) + 3;
   return 2 * static_cast<double>(chain) * 0x1p-24;
 }
 

@@ -293,7 +293,7 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
 #endif
   plan.float8 = args.w.float8.data != nullptr;
   if (plan.float8 && !WidensToPairs(args)) plan.direct = TileFunctions<F32Weights>::kFor;
-  plan.input_block = InputBlock(args.w.k);
+  plan.input_block = InputBlockSize(args.w.k);
   plan.input_blocks = CeilDivide(args.w.k, plan.input_block);
   plan.tiles = CeilDivide(args.row_count, kMaxTileRows);
   plan.row_blocks = CeilDivide(plan.tiles, kMaxBlockTiles);
@@ -525,7 +525,7 @@ static void LinearTask(void* context, int64_t index, int worker) {
 
 // Scratch holds the rows of x, padded, then each worker's part.
 static size_t LinearScratchBytes(int64_t row_count, int64_t, int64_t k, int worker_count) {
-  const int64_t input_blocks = CeilDivide(k, InputBlock(k));
+  const int64_t input_blocks = CeilDivide(k, InputBlockSize(k));
   int64_t x_floats = row_count * kRowFloats;
   if (RowsLieInLanes(DType::kBF16, row_count) && x_floats < kLaneBlockFloats) {
     x_floats = kLaneBlockFloats;
