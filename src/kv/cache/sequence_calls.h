@@ -62,7 +62,7 @@ class SequenceCalls {
 
   PagedSequences& kv_;
   const Owners owners_;
-  // Of the planned call.
+  // What the planned call refers to.
   int32_t index_ = -1;    // the sequence that it names
   int64_t position_ = 0;  // kFork: where; kPop: the length afterwards
 };
