@@ -260,14 +260,14 @@ bool ChunkFetcher::Claim(const Fetch& fetch, int64_t i, SlowTier* tier) {
       {
         const std::lock_guard lock(parts_->fetch_mutex);
         const auto at = loads_.find(id);
+        // What was removed comes to the fetches that wanted it before.
+        const bool comes = at != loads_.end() && !at->second->is_removed;
         // A load that has ended since RAM was asked brought the chunk there before it left loads_.
-        const bool in_memory = at == loads_.end() && parts_->has_memory() &&
-                               parts_->memory->Has(id, parts_->clock->WallMs());
+        const bool in_memory =
+            !comes && parts_->has_memory() && parts_->memory->Has(id, parts_->clock->WallMs());
         if (!in_memory) {
-          const bool joined = at != loads_.end()
-                                  ? Join(fetch, i, at->second)
-                                  : tier != nullptr && Begin(fetch, i, *tier, &ticket);
-          result = joined;
+          const bool begins = at == loads_.end() && tier != nullptr;
+          result = comes ? Join(fetch, i, at->second) : begins && Begin(fetch, i, *tier, &ticket);
           break;
         }
       }

@@ -749,12 +749,33 @@ TEST_F(SlowStore, WhatIsOnItsWayIsNotKeptOnceItIsRemoved) {
   ASSERT_TRUE(fetch->WaitLayer(0, kNever).ok());
   redis_->AwaitHeld(1);
   EXPECT_EQ(*store_->Clear(keys_), 1);
+  const auto later = Start(Request(tokens));
   redis_->Change([](auto& script) { script = {}; });
   ASSERT_TRUE(fetch->Wait(kNever));
   EXPECT_EQ(fetch->ready(), 1);  // a fetch that had begun gets it
+  ASSERT_TRUE(later->Wait(kNever));
+  EXPECT_EQ(later->ready(), 0) << "a fetch that began after the removal does not";
   ExpectExact(*fetch, tokens);
   ASSERT_TRUE(store_->Flush(kNever).ok());
   EXPECT_EQ(Fetch(tokens)->ready(), 0);  // and no tier does
+}
+
+TEST_F(SlowStore, WhatIsPutAgainIsFoundWhileTheRemovedOneIsOnItsWay) {
+  Open({.redis = true});
+  const auto tokens = TokensFrom(0, 4);
+  Fill(redis_, tokens);
+  redis_->Change([](auto& script) { script.layers = 1; });
+  const auto fetch = Start(Request(tokens));
+  redis_->AwaitHeld(1);
+  EXPECT_EQ(*store_->Clear(keys_), 1);
+  Put(tokens);
+  const auto again = Start(Request(tokens));
+  ASSERT_TRUE(again->Wait(kNever));
+  EXPECT_EQ(again->ready(), 1);
+  EXPECT_EQ(again->tier(0), TierKind::kRam);
+  redis_->Change([](auto& script) { script = {}; });
+  ASSERT_TRUE(fetch->Wait(kNever));
+  ExpectExact(*again, tokens);
 }
 
 TEST_F(SlowStore, PinsReachTheTiersAndEndThere) {
