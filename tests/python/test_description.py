@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import quire
@@ -21,8 +23,9 @@ def keeping(tiny: TinyModel) -> Iterator[quire.Engine]:
 
 def description_of(engine: quire.Engine, holds: Callable[[Description], bool]) -> Description:
     """The first one of which it holds: one is made for a call at most twice a second."""
+    until = time.monotonic() + 60
     while not holds(found := engine.describe(wait=True)):
-        pass
+        assert time.monotonic() < until, found
     return found
 
 
@@ -47,7 +50,9 @@ def test_kept_kv_and_what_it_is_kept_for(keeping: quire.Engine) -> None:
 
 
 def test_requests_and_their_samples(keeping: quire.Engine) -> None:
-    with keeping.stream([5, 6, 7], max_tokens=5000, window=64, ignore_eos=True, n=2) as stream:
+    # Longer than any machine needs until the next description is made.
+    endless: dict[str, Any] = {"max_tokens": 1_000_000, "window": 64, "ignore_eos": True, "n": 2}
+    with keeping.stream([5, 6, 7], **endless) as stream:
         next(stream)
         found = description_of(keeping, lambda d: len(d.sequences) == 2)
         assert {sequence.sample for sequence in found.sequences} == {0, 1}
