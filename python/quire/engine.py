@@ -30,7 +30,7 @@ from quire.gguf_model import model_folder
 from quire.grammar import CompiledGrammar, Grammar, GrammarCompiler, compiler_options
 from quire.identity import model_identity
 from quire.kv_cache import LayerSpec
-from quire.store import ChunkStore, read_key_file
+from quire.store import FLUSH_SECONDS, ChunkStore, read_key_file
 from quire.text import Detokenizer, Message, StopStrings, Tokenizer, check_messages
 
 __all__ = [
@@ -64,7 +64,6 @@ _ROPE_OF_LENGTH = ("longrope", "dynamic")
 # Times in the usage, which the library counts in nanoseconds.
 _TIMES = ("queue", "prompt", "decode", "remote", "predicted_remote", "predicted_here")
 _COMPILERS_MAX = 2  # without special texts, and with those of the model's calls
-_FLUSH_SECONDS = 60.0  # more than a store takes to write the largest queue to a slow disk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -677,7 +676,7 @@ class Engine(_ffi.ThreadOwner):
         """Whether the store is in use already."""
         return self._attachment is not None and self._attachment.done
 
-    def flush_store(self, timeout: float = _FLUSH_SECONDS) -> None:
+    def flush_store(self, timeout: float = FLUSH_SECONDS) -> None:
         """Puts what is in memory and not in the store, and waits until it is as durable as the
         store promises. TimeoutError after `timeout` seconds."""
         if self._attachment is None:
@@ -736,7 +735,7 @@ class Engine(_ffi.ThreadOwner):
     def _write_rest(self, attachment: Attachment) -> None:
         try:
             attachment.wait()
-            self._handle.flush_store(round(_FLUSH_SECONDS * 1000))
+            self._handle.flush_store(round(FLUSH_SECONDS * 1000))
         except (errors.QuireError, OSError, ValueError):
             pass  # ValueError: config.json has become something else
 

@@ -47,7 +47,8 @@ __all__ = [
 Tier: TypeAlias = Literal["ram", "disk", "redis"]
 
 _TTL_MAX = _options.STORE["redis_ttl"].most_seconds or 0.0
-_FLUSH_SECONDS = 60.0
+#: More than a store takes to write the largest queue to a slow disk.
+FLUSH_SECONDS = 60.0
 # What a URL of Redis may have; "redis_" stands before their options.
 _IN_URL = (
     "username",
@@ -434,7 +435,7 @@ class ChunkStore(_ffi.ClosingOwner):
         that are free now."""
         return int(self._handle.collect_garbage(tier))
 
-    def flush(self, timeout: float = _FLUSH_SECONDS) -> None:
+    def flush(self, timeout: float = FLUSH_SECONDS) -> None:
         """Waits until all that was put is as durable as promised. TimeoutError after `timeout`
         seconds."""
         self._handle.flush(milliseconds(timeout, "timeout"))

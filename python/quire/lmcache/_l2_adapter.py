@@ -14,12 +14,11 @@ from quire._chunk_objects import arrived, put_all
 from quire.lmcache._base import AdapterBase, Bits, StoreResult
 from quire.lmcache._lane import Lane
 from quire.lmcache._objects import Objects
-from quire.store import read_key_file
+from quire.store import FLUSH_SECONDS, read_key_file
 
 __all__ = ["QuireL2Adapter"]
 
 _log = logging.getLogger("quire.lmcache")
-_FLUSH_SECONDS = 60.0
 _GONE = ("removed", "evicted", "expired", "corrupt")
 
 
@@ -92,7 +91,7 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
             size = len(each.byte_array)
             name = self._objects.chunk_key(key, size)
             new[name], chunks[name] = self._objects.new(key, each.byte_array), (key, size)
-        kept = put_all(self._store, new, _FLUSH_SECONDS)
+        kept = put_all(self._store, new, FLUSH_SECONDS)
         with self._mutex:
             untold = [chunks[name] for name in kept if name not in self._told]
             self._told.update((name, chunks[name]) for name in kept)
