@@ -6,13 +6,11 @@
 namespace quire {
 namespace {
 
-constexpr uint8_t kNoNumber = 0x7F;
-
 // One row into its column of a block; whether all codes are numbers.
 bool PackFloat8Row(const uint8_t* codes, int64_t k, uint8_t* column) {
   bool are_numbers = true;
   for (int64_t i = 0; i < k; ++i) {
-    are_numbers &= (codes[i] & kNoNumber) != kNoNumber;
+    are_numbers &= IsFloat8Number(codes[i]);
     column[i / 2 * 2 * kOutputBlock + i % 2] = codes[i];
   }
   return are_numbers;

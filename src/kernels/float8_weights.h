@@ -27,6 +27,9 @@ struct Float8Scales {
   constexpr int64_t lanes() const { return of_outputs ? kOutputBlock : 1; }
 };
 
+// 0x7F and 0xFF are NaN.
+constexpr bool IsFloat8Number(uint8_t code) { return (code & 0x7F) != 0x7F; }
+
 // Scales are at most this in magnitude: the greatest code is a float32 number with each.
 inline constexpr float kFloat8ScaleMax = 0x1p119F;
 

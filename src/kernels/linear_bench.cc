@@ -118,8 +118,38 @@ void Int8Peak(benchmark::State& state) {
 }
 #endif
 
-void RunLinear(benchmark::State& state, const Backend& backend, DType dtype, DType rounding) {
+// One call an iteration, with packed weights of `bytes` bytes that lie one after the other and take
+// turns. `w` and the rounding of the rows are what is measured.
+void MeasureLinear(benchmark::State& state, const Backend& backend, ParallelRunner& runner,
+                   const PackedLinear& w, DType rounding, const HostMemory& packed, size_t bytes) {
   const int64_t rows = state.range(0);
+  std::vector<float> x(static_cast<size_t>(rows * kK), 0.5F);
+  std::vector<float> y(static_cast<size_t>(rows * kN));
+  const HostMemory scratch =
+      Memory(backend.linear_scratch_bytes(rows, kN, kK, runner.worker_count()));
+  LinearArgs args;
+  args.w = w;
+  args.row_count = rows;
+  args.x = x.data();
+  args.x_stride = kK;
+  args.x_rounding = rounding;
+  args.y = y.data();
+  args.y_stride = kN;
+  args.scratch = scratch.data();
+  const size_t copies = packed.size() / bytes;
+  size_t copy = 0;
+  for (auto _ : state) {
+    args.w.data = packed.data() + copy * bytes;
+    copy = (copy + 1) % copies;
+    backend.linear(args, runner);
+    benchmark::DoNotOptimize(y.data());
+  }
+  state.SetBytesProcessed(state.iterations() * static_cast<int64_t>(bytes));
+  state.counters["GFLOP/s"] = benchmark::Counter(
+      2e-9 * static_cast<double>(rows * kN * kK * state.iterations()), benchmark::Counter::kIsRate);
+}
+
+void RunLinear(benchmark::State& state, const Backend& backend, DType dtype, DType rounding) {
   const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
   const size_t bytes = backend.packed_linear_bytes(dtype, kN, kK);
   const size_t copies = kColdBytes / bytes + 1;
@@ -131,34 +161,12 @@ void RunLinear(benchmark::State& state, const Backend& backend, DType dtype, DTy
     backend.pack_linear(weights.data(), DType::kF32, kN, kK, dtype, packed.data() + i * bytes,
                         *pool);
   }
-  std::vector<float> x(static_cast<size_t>(rows * kK), 0.5F);
-  std::vector<float> y(static_cast<size_t>(rows * kN));
-  const HostMemory scratch =
-      Memory(backend.linear_scratch_bytes(rows, kN, kK, pool->worker_count()));
-  LinearArgs args;
-  args.w = {dtype, kN, kK, nullptr, nullptr};
-  args.row_count = rows;
-  args.x = x.data();
-  args.x_stride = kK;
-  args.x_rounding = rounding;
-  args.y = y.data();
-  args.y_stride = kN;
-  args.scratch = scratch.data();
-  size_t copy = 0;
-  for (auto _ : state) {
-    args.w.data = packed.data() + copy * bytes;
-    copy = (copy + 1) % copies;
-    backend.linear(args, *pool);
-    benchmark::DoNotOptimize(y.data());
-  }
-  state.SetBytesProcessed(state.iterations() * static_cast<int64_t>(bytes));
-  state.counters["GFLOP/s"] = benchmark::Counter(
-      2e-9 * static_cast<double>(rows * kN * kK * state.iterations()), benchmark::Counter::kIsRate);
+  MeasureLinear(state, backend, *pool, {dtype, kN, kK, nullptr, nullptr, {}}, rounding, packed,
+                bytes);
 }
 
 // Float8 codes that stand for bfloat16 weights, with scales of blocks of 128 x 128 or of outputs.
 void RunFloat8(benchmark::State& state, const Backend& backend, bool of_outputs) {
-  const int64_t rows = state.range(0);
   const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
   const size_t bytes = PackedFloat8Bytes(kN, kK);
   const size_t copies = kColdBytes / bytes + 1;
@@ -177,29 +185,8 @@ void RunFloat8(benchmark::State& state, const Backend& backend, bool of_outputs)
   std::vector<float> scales(static_cast<size_t>(Float8ScaleCount(layout, kN, kK)));
   for (float& scale : scales) scale = static_cast<float>(random.Uniform(1e-4, 2e-4));
   layout.data = scales.data();
-  std::vector<float> x(static_cast<size_t>(rows * kK), 0.5F);
-  std::vector<float> y(static_cast<size_t>(rows * kN));
-  const HostMemory scratch =
-      Memory(backend.linear_scratch_bytes(rows, kN, kK, pool->worker_count()));
-  LinearArgs args;
-  args.w = {DType::kBF16, kN, kK, nullptr, nullptr, layout};
-  args.row_count = rows;
-  args.x = x.data();
-  args.x_stride = kK;
-  args.x_rounding = DType::kBF16;
-  args.y = y.data();
-  args.y_stride = kN;
-  args.scratch = scratch.data();
-  size_t copy = 0;
-  for (auto _ : state) {
-    args.w.data = packed.data() + copy * bytes;
-    copy = (copy + 1) % copies;
-    backend.linear(args, *pool);
-    benchmark::DoNotOptimize(y.data());
-  }
-  state.SetBytesProcessed(state.iterations() * static_cast<int64_t>(bytes));
-  state.counters["GFLOP/s"] = benchmark::Counter(
-      2e-9 * static_cast<double>(rows * kN * kK * state.iterations()), benchmark::Counter::kIsRate);
+  MeasureLinear(state, backend, *pool, {DType::kBF16, kN, kK, nullptr, nullptr, layout},
+                DType::kBF16, packed, bytes);
 }
 
 void RunQuantised(benchmark::State& state, const Backend& backend, WeightFormat format) {

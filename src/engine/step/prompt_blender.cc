@@ -147,7 +147,8 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
            std::ssize(chain);
   };
   const auto prompt = request.prompt_of(request.samples.front());
-  const bool is_idle = request.blend->request().learn == DocumentLearning::kIdle;
+  const DocumentLearning learn = request.blend->request().learn;
+  const bool is_idle = learn == DocumentLearning::kIdle;
   const auto is_to_be_learnt = [&](std::span<const int32_t> chain, const PrefixSpace& space) {
     const auto& waiting = parts_.requests->waiting();
     return std::any_of(waiting.begin(), waiting.end(), [&](const auto& other) {
@@ -156,7 +157,7 @@ std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request&
     });
   };
   // Nobody waits for idle lessons, and other prompts may move what they learn.
-  const int64_t exact = is_idle ? 0 : ExactTokens(request, prompt);
+  const int64_t exact = learn == DocumentLearning::kFirst ? ExactTokens(request, prompt) : 0;
   const int64_t own_end = request.blend->own_end();
   const bool with_own = own_end < request.prompt_tokens && parts_.store->EndsInTail(own_end);
   for (const BlendPlan::Chain& document : request.blend->Unknown(prompt, exact, with_own, knows)) {

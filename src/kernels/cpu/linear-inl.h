@@ -131,6 +131,36 @@ struct Tile {
   int64_t ahead_step;
 };
 
+// The chains of some outputs of a tile: as the part before has left them, or zeros.
+template <int kRows, int kVectors>
+QUIRE_INLINE void BeginChains(const Tile& tile, int64_t output, VF (&sum)[kRows][kVectors]) {
+  QUIRE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    QUIRE_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      sum[r][v] = Zero();
+      if (!tile.begins) sum[r][v] = Load(tile.chains + r * kOutputBlock + output + v * kLanes);
+    }
+  }
+}
+
+// Into the sums at the end of a block of inputs, else where the next part finds them.
+template <int kRows, int kVectors>
+QUIRE_INLINE void EndChains(const Tile& tile, int64_t output, const VF (&sum)[kRows][kVectors]) {
+  QUIRE_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    QUIRE_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      if (!tile.ends) {
+        Store(tile.chains + r * kOutputBlock + output + v * kLanes, sum[r][v]);
+        continue;
+      }
+      float* const out = tile.sums + r * tile.sum_stride + output + v * kLanes;
+      Store(out, tile.first ? sum[r][v] : Add(Load(out), sum[r][v]));
+    }
+  }
+}
+
 template <class W, int kRows>
 static void RunTile(const Tile& tile) {
   constexpr int kVectors = kTileVectors<kRows>;
@@ -143,14 +173,7 @@ static void RunTile(const Tile& tile) {
     const auto* w = static_cast<const typename W::Element*>(tile.w) + output * W::kInputs;
     const auto* x = reinterpret_cast<const typename W::X*>(tile.x);
     VF sum[kRows][kVectors];
-    QUIRE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      QUIRE_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = Zero();
-        if (!tile.begins) sum[r][v] = Load(tile.chains + r * kOutputBlock + output + v * kLanes);
-      }
-    }
+    BeginChains(tile, output, sum);
     for (int64_t step = 0; step < steps; ++step) {
       PrefetchL2(ahead);
       PrefetchL2(ahead + 64);
@@ -178,18 +201,7 @@ static void RunTile(const Tile& tile) {
         }
       }
     }
-    QUIRE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      QUIRE_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        if (!tile.ends) {
-          Store(tile.chains + r * kOutputBlock + output + v * kLanes, sum[r][v]);
-          continue;
-        }
-        float* const out = tile.sums + r * tile.sum_stride + output + v * kLanes;
-        Store(out, tile.first ? sum[r][v] : Add(Load(out), sum[r][v]));
-      }
-    }
+    EndChains(tile, output, sum);
     ahead_step = 0;  // a second pass over the same inputs finds them there
   }
 }

@@ -206,14 +206,7 @@ static void RunCodes(const Tile& tile, const Float8Run& run) {
     const uint8_t* at = run.codes + 2 * output;
     const float* x = tile.x;
     VF sum[kRows][kVectors];
-    QUIRE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      QUIRE_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = Zero();
-        if (!tile.begins) sum[r][v] = Load(tile.chains + r * kOutputBlock + output + v * kLanes);
-      }
-    }
+    BeginChains(tile, output, sum);
     Codes<kVectors> codes;
     Codes<kVectors>::Begin(&codes, run, output);
     const int64_t whole = tile.inputs / 2;
@@ -245,18 +238,7 @@ static void RunCodes(const Tile& tile, const Float8Run& run) {
         }
       }
     }
-    QUIRE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      QUIRE_UNROLL
-      for (int v = 0; v < kVectors; ++v) {
-        if (!tile.ends) {
-          Store(tile.chains + r * kOutputBlock + output + v * kLanes, sum[r][v]);
-          continue;
-        }
-        float* const out = tile.sums + r * tile.sum_stride + output + v * kLanes;
-        Store(out, tile.first ? sum[r][v] : Add(Load(out), sum[r][v]));
-      }
-    }
+    EndChains(tile, output, sum);
     ahead_step = 0;  // as in RunTile
   }
 }

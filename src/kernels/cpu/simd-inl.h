@@ -61,20 +61,22 @@ QUIRE_INLINE void StoreF16(uint16_t* p, VF v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+// The bits of a number, of which the upper half is the nearest bfloat16.
+QUIRE_INLINE __m512i RoundUpperHalves(__m512i u) {
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+}
 // float32 rounded to the nearest bfloat16, kept as float32; NaN stays NaN (quiet).
 QUIRE_INLINE VF RoundToBF16(VF v) {
   const __m512i u = _mm512_castps_si512(v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __m512i r = RoundUpperHalves(u);
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
   r = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x00400000));
   return _mm512_castsi512_ps(_mm512_and_si512(r, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
 }
 // REQUIRES: v is no NaN.
 QUIRE_INLINE VF RoundNumberToBF16(VF v) {
-  const __m512i u = _mm512_castps_si512(v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  const __m512i r = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd);
+  const __m512i r = RoundUpperHalves(_mm512_castps_si512(v));
   return _mm512_castsi512_ps(_mm512_and_si512(r, _mm512_set1_epi32(static_cast<int>(0xffff0000U))));
 }
 // REQUIRES: v is exactly representable in bfloat16 (see RoundToBF16).
@@ -172,10 +174,13 @@ QUIRE_INLINE void StoreF16(uint16_t* p, VF v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8),
                    _mm256_cvtps_ph(v.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+QUIRE_INLINE __m256i RoundUpperHalves(__m256i u) {
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
 QUIRE_INLINE __m256 RoundToBF16x8(__m256 v) {
   const __m256i u = _mm256_castps_si256(v);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-  const __m256i r = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i r = RoundUpperHalves(u);
   const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x00400000));
   const __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
   const __m256 b = _mm256_blendv_ps(_mm256_castsi256_ps(r), _mm256_castsi256_ps(quiet), nan);
@@ -183,9 +188,7 @@ QUIRE_INLINE __m256 RoundToBF16x8(__m256 v) {
 }
 QUIRE_INLINE VF RoundToBF16(VF v) { return {RoundToBF16x8(v.lo), RoundToBF16x8(v.hi)}; }
 QUIRE_INLINE __m256 RoundNumberToBF16x8(__m256 v) {
-  const __m256i u = _mm256_castps_si256(v);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-  const __m256i r = _mm256_add_epi32(_mm256_add_epi32(u, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i r = RoundUpperHalves(_mm256_castps_si256(v));
   return _mm256_castsi256_ps(_mm256_and_si256(r, _mm256_set1_epi32(static_cast<int>(0xffff0000U))));
 }
 QUIRE_INLINE VF RoundNumberToBF16(VF v) {

@@ -14,7 +14,6 @@ namespace quire {
 namespace {
 
 constexpr std::string_view kFloat8Type = "F8_E4M3";
-constexpr uint8_t kNotANumber = 0x7F;
 
 }  // namespace
 
@@ -89,7 +88,7 @@ bool Float8Matrix::ReadRow(int64_t row, float* values) const {
     const float scale = ScaleAt(row, begin / block_inputs_);
     const int64_t end = std::min(begin + block_inputs_, k_);
     for (int64_t i = begin; i < end; ++i) {
-      if ((codes[i] & kNotANumber) == kNotANumber) return false;
+      if (!IsFloat8Number(codes[i])) return false;
       values[i] = F8E4M3ToF32(codes[i]) * scale;
     }
   }
