@@ -35,6 +35,7 @@ std::unique_ptr<BenchCase> MakePlanCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeGrowthCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeChunkCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeTransferCase(const JsonValue& request);
+bool HasUcx();  // whether way "ucx" can be had
 
 inline double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

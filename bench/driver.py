@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,9 +38,11 @@ from workers import (
     LlamaBench,
     LlamaReuse,
     LlamaServer,
+    LmcacheServer,
     PairWorker,
     Patience,
     RedisServer,
+    UcxPerftest,
     Worker,
     WorkerError,
 )
@@ -58,6 +61,13 @@ _GIB = 1 << 30
 _PEER_STORES = ("rocksdb", "lmdb")
 # Workers that are told how long to run.
 _TIMED_WORKERS = ("quire", "vllm-kernel", "tvm-cache")
+# A vLLM that is asked earlier prompts again.
+_VLLM_AGAIN = (
+    *("vllm-quire-ram", "vllm-quire-disk", "vllm-quire-redis"),
+    *("vllm-lmcache", "vllm-hit", "vllm-cold"),
+)
+# Engines with room for one case.
+_MADE_FOR_A_CASE = ("quire-cold", "quire-disk", "quire-pages", "quire-pair", "quire-redis")
 _SERVING_WORKERS = ("quire-serve", "quire-loop", "llama-serve", "vllm-serve")
 
 
@@ -262,6 +272,8 @@ class Workers:
             return (side.worker,)
         if side.worker == "llama-server" or side.worker in _SERVING_WORKERS:
             return (side.worker, case.model, case.sequences, case.length)
+        if side.worker in _MADE_FOR_A_CASE:
+            return (side.worker, case.model, case.length)
         return (side.worker, case.model)
 
     def keep_only(self, keys: set[tuple[Any, ...]]) -> None:
@@ -331,7 +343,7 @@ class Workers:
             )
         if kind == "vllm-engine":
             return self._vllm_engine(log, self._load(case))
-        if kind in ("vllm-quire-ram", "vllm-quire-disk", "vllm-hit", "vllm-cold"):
+        if kind in _VLLM_AGAIN:
             return self._vllm_again(kind, log, case)
         if kind == "tvm-cache":
             return self._tvm_cache(log)
@@ -368,6 +380,10 @@ class Workers:
             return ServerStart(lambda: self._serving("quire-serve", log, case), case)
         if kind == "llama-serve-start":
             return ServerStart(lambda: self._serving("llama-serve", log, case), case)
+        if kind == "ucx-perftest":
+            return UcxPerftest(self._ucx_perftest(), log, self._patience)
+        if kind in ("mooncake", "nixl"):
+            return self._transfer_peer(kind, log)
         raise AssertionError(kind)
 
     def _vllm_engine(self, log: Path, load: dict[str, Any]) -> LineWorker:
@@ -382,18 +398,35 @@ class Workers:
     def _vllm_again(self, kind: str, log: Path, case: Case) -> LineWorker:
         """A vLLM that finds an earlier prompt in one place alone, or nowhere."""
         load = self._load(case, alone=True)
+        if kind == "vllm-lmcache":
+            return self._vllm_with_lmcache(log, load)
         if kind == "vllm-quire-ram":
-            return self._vllm_engine(log, load | {"connector": {"ram_bytes": _GIB}})
-        if kind != "vllm-quire-disk":
+            return self._vllm_engine(log, load | _quire_connector({"ram_bytes": _GIB}))
+        if kind in ("vllm-hit", "vllm-cold"):
             return self._vllm_engine(log, load | {"prefix_cache": kind == "vllm-hit"})
-        folder = tempfile.mkdtemp(dir=self._scratch())
-        load |= {"connector": {"directory": folder, "ram_bytes": 0}}
+        if kind == "vllm-quire-disk":
+            tier = {"directory": tempfile.mkdtemp(dir=self._scratch())}
+        else:
+            tier = {"redis": self._redis_endpoint()}
+        load |= _quire_connector(tier | {"ram_bytes": 0})
         # What is measured is what this one leaves: prompts are the same in each process.
         before = self._vllm_engine(log, load)
         before.prepare(case.sides[0].name, case.sides[0].request)
         before.ask({"do": "end"})
         before.close()
         return self._vllm_engine(log, load)
+
+    def _vllm_with_lmcache(self, log: Path, load: dict[str, Any]) -> LineWorker:
+        """LMCache's server keeps the chunks, in its own RAM. Its connector holds blocks beyond the
+        end of a request, so that vLLM's own prefix cache could not be emptied: there is none."""
+        folder = self._peers / "lmcache"
+        if not (folder / "ready").exists():
+            self._no("vllm-lmcache", reason="no LMCache: bench/setup lmcache installs it")
+        log_of_server = log.with_suffix(".server.log")
+        server = LmcacheServer(folder / "bin" / "lmcache", log_of_server, self._patience)
+        command = [str(folder / "bin" / "python"), str(HERE / "vllm_engine_worker.py")]
+        own = {"dtype": self._vllm_dtype, "prefix_cache": False, "connector": server.connector()}
+        return PairWorker(server, command, log, self._patience, load | own)
 
     def _quire_engine(self, log: Path, load: dict[str, Any]) -> LineWorker:
         return LineWorker(
@@ -513,10 +546,7 @@ class Workers:
                 "vllm-kernel",
                 "vllm-engine",
                 "vllm-serve",
-                "vllm-quire-ram",
-                "vllm-quire-disk",
-                "vllm-hit",
-                "vllm-cold",
+                *_VLLM_AGAIN,
                 reason="no vLLM: bench/setup vllm builds it",
             )
         return str(self._peers / "vllm" / "bin" / "python")
@@ -535,10 +565,35 @@ class Workers:
             self._no(name, "llama-serve", "llama-reuse", reason=reason)
         return binary
 
+    def _ucx_perftest(self) -> str:
+        binary = shutil.which("ucx_perftest")
+        if binary is None:
+            self._no("ucx-perftest", reason="no ucx_perftest: bench/setup ucx installs it")
+        return str(binary)
+
+    def _transfer_peer(self, kind: str, log: Path) -> LineWorker:
+        folder = self._peers / kind
+        if not (folder / "ready").exists():
+            self._no(kind, reason=f"no {kind}: bench/setup {kind} installs it")
+        command = [str(folder / "bin" / "python"), str(HERE / "transfer_peer_worker.py"), kind]
+        return LineWorker(command, log, self._patience, {"do": "info"})
+
     def _no(self, *kinds: str, reason: str) -> None:
         for kind in kinds:
             self._missing[kind] = reason
         raise Unavailable(reason)
+
+
+def _quire_connector(options: dict[str, Any]) -> dict[str, Any]:
+    """What vllm_engine_worker.py is told to run with quire.vllm.QuireConnector."""
+    return {
+        "connector": {
+            "kv_connector": "QuireConnector",
+            "kv_connector_module_path": "quire.vllm",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": options,
+        }
+    }
 
 
 class QuireStart:
@@ -708,6 +763,9 @@ class Run:
     def _takes_part(self, side: Side) -> bool:
         if side.request.get("place") in _PEER_STORES:
             return self._is_wanted(side) and self._has_store(side)
+        if side.request.get("way") == "ucx" and not self._info["ucx"]:
+            self._say_once(f"{side.name}: no libquire_ucx.so: bench/setup ucx; measured without it")
+            return False
         # Quire behind TVM's names needs TVM.
         return side.worker.startswith("quire") or self._is_wanted(side)
 

@@ -1,6 +1,8 @@
 #include "machine_probe.h"
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>

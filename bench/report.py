@@ -191,6 +191,8 @@ def render(machines: dict[str, dict[str, Recorded]]) -> str:
     parts = []
     for machine, rows in machines.items():
         shown = [rows[name] for name in HEADLINES if name in rows]
+        if not shown:
+            continue
         lines = [table_line(each.row, each.date) for each in shown]
         title = machine.replace("(R)", "")
         head = [f"\n### {title}\n", *_answer_speed(rows), _HEADER, _RULE]

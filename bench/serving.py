@@ -87,15 +87,25 @@ class HttpAsk:
             *lines, held = held.split(b"\n")
             for line in lines:
                 if line.startswith(b"data: {"):
-                    seen.note(_ids(json.loads(line[6:])))
+                    seen.note(_ids(json.loads(line[6:]), len(seen.ids)))
 
 
-def _ids(event: dict[str, Any]) -> list[int]:
-    """The token ids of an event, in llama-server's own form or in that of completions."""
+def _ids(event: dict[str, Any], before: int) -> list[int]:
+    """The token ids of an event, in llama-server's own form or in that of completions.
+
+    llama-server sends nothing while the text ends within a character, and then the last id alone:
+    the others, of which it tells the number, are -1.
+
+    Args:
+        event: of a stream.
+        before: tokens that have come.
+    """
     if "choices" not in event:
         if "error" in event:
             raise OSError(str(event["error"])[:200])
-        return list(event.get("tokens") or ())
+        ids = list(event.get("tokens") or ())
+        held = event.get("tokens_predicted", 0) - before - len(ids)
+        return [-1] * max(0, held) + ids
     return [id for choice in event["choices"] for id in choice.get("token_ids") or ()]
 
 

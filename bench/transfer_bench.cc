@@ -14,6 +14,7 @@
 #include "quire/kv_export.h"
 #include "quire/transfer.h"
 #include "quire/transfer_peer.h"
+#include "transfer/byte_channel.h"
 
 namespace quire::bench {
 namespace {
@@ -43,7 +44,7 @@ std::unique_ptr<AttentionKVCache> MakeCache(const Shape& shape) {
 
 class TransferCase : public BenchCase {
  public:
-  // way: "hand", "tcp" or "unix".
+  // way: "hand", "tcp", "unix" or "ucx".
   TransferCase(const Shape& shape, const std::string& way)
       : shape_(shape), from_(MakeCache(shape)), to_(MakeCache(shape)) {
     Require(from_->AddSequence(0));
@@ -88,7 +89,8 @@ class TransferCase : public BenchCase {
     TransferListenerOptions options;
     options.endpoint = way == "unix" ? "unix:/tmp/quire-bench-" + std::to_string(::getpid()) + "-" +
                                            std::to_string(++sockets_made)
-                                     : "127.0.0.1:0";
+                       : way == "ucx" ? "ucx:127.0.0.1:0"
+                                      : "127.0.0.1:0";
     options.peer.passport = Require(CachePassport(SequenceStates(*to_), Passport(), false));
     options.peer.send_wait = std::chrono::minutes(1);
     const std::unique_ptr<TransferListener> listener = Require(TransferListener::Start(options));
@@ -148,6 +150,11 @@ class CopyCase : public BenchCase {
 };
 
 }  // namespace
+
+bool HasUcx() {
+  Endpoint endpoint = Require(Endpoint::Parse("127.0.0.1:0"));
+  return ListenUcx(&endpoint).ok();
+}
 
 std::unique_ptr<BenchCase> MakeTransferCase(const JsonValue& request) {
   const Shape shape{.layers = Require(request.GetInt("layers", 1)),

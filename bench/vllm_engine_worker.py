@@ -9,6 +9,18 @@ from typing import Any
 import generation
 
 
+def scan_without_cffi() -> None:
+    """At its start vLLM looks for Triton kernels in all modules by vars(); LMCache 0.5.6 brings
+    libraries of cffi, whose `__dict__` is no dict, and the start fails."""
+    from vllm.triton_utils import dispatcher
+
+    def fields(value: object) -> Any:
+        found = vars(value)
+        return found if hasattr(found, "get") else {}
+
+    dispatcher.vars = fields
+
+
 def load(
     model: str,
     threads: int,
@@ -19,8 +31,8 @@ def load(
     prefix_cache: bool = True,
     connector: dict[str, Any] | None = None,
 ) -> generation.Engine:
-    """connector: kv_connector_extra_config of quire.vllm.QuireConnector; vLLM's own prefix cache is
-    then emptied before each call, so that only the connector's store has earlier prompts."""
+    """connector: fields of vLLM's KVTransferConfig; vLLM's own prefix cache, if it has one, is then
+    emptied before each call, so that only the connector's store has earlier prompts."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     os.environ |= {
         # Whole gibibytes; one more, since blocks of 128 tokens are not filled to the end.
@@ -32,15 +44,11 @@ def load(
     import vllm
     from vllm.config import KVTransferConfig
 
+    if connector is not None and connector["kv_connector"].startswith("LMCache"):
+        scan_without_cffi()
     options: dict[str, Any] = {}
     if connector is not None:
-        options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="QuireConnector",
-            kv_connector_module_path="quire.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config=connector,
-        )
+        options["kv_transfer_config"] = KVTransferConfig(kv_role="kv_both", **connector)
     engine = vllm.LLM(
         model=model,
         dtype=dtype,
@@ -54,7 +62,7 @@ def load(
     )
 
     def generate(prompts: list[generation.Prompt], count: int) -> None:
-        if connector is not None and not engine.reset_prefix_cache():
+        if connector is not None and prefix_cache and not engine.reset_prefix_cache():
             raise RuntimeError("vLLM's own prefix cache is in use")
         sampling = vllm.SamplingParams(
             temperature=0,

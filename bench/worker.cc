@@ -41,6 +41,7 @@ class Worker {
     return {{"kernel_path", Require(FindBackend(""))->name},
             {"bf16_dot", MachineProbe::has_bf16_dot()},
             {"peer_stores", PeerPlaces()},
+            {"ucx", HasUcx()},
             {"compiler", __VERSION__}};
   }
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 import concurrent.futures
 import http.client
 import json
+import os
 import select
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,6 +111,34 @@ class RedisServer(Process):
             time.sleep(_LOOK_SECONDS)
 
 
+class LmcacheServer(Process):
+    """LMCache's server, with a GiB for chunks in its own memory. arguments: further ones."""
+
+    def __init__(
+        self, program: Path, log: Path, patience: Patience, arguments: Sequence[str] = ()
+    ) -> None:
+        self.port, self.http_port = free_port(), free_port()
+        where = ["--host", "127.0.0.1", "--port", str(self.port)]
+        where += ["--http-host", "127.0.0.1", "--http-port", str(self.http_port)]
+        # Its other way of moving chunks is for GPUs.
+        how = ["--supported-transfer-mode", "auto", "--l1-size-gb", "1", "--no-l1-use-lazy"]
+        how += ["--eviction-policy", "LRU", "--disable-observability"]
+        command = [str(program), "server", *where, *how, *arguments]
+        environment = os.environ | {"LMCACHE_DISABLE_BANNER": "1"}
+        super().__init__(command, log, stdout=subprocess.DEVNULL, env=environment)
+        end = time.monotonic() + patience()
+        while not is_open(self.port):
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.stop()
+                raise WorkerError(f"LMCache's server does not start: {self.log_tail()}")
+            time.sleep(_LOOK_SECONDS)
+
+    def connector(self) -> dict[str, Any]:
+        """Fields of vLLM's KVTransferConfig."""
+        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port}
+        return {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
+
+
 class LineWorker(Process):
     """A child that speaks line_protocol.py."""
 
@@ -168,11 +197,11 @@ class LineWorker(Process):
 
 
 class PairWorker(LineWorker):
-    """A child whose prompts another one computes; they end together."""
+    """A child that another one helps, which ends with it."""
 
     def __init__(
         self,
-        helper: LineWorker,
+        helper: Process,
         command: list[str],
         log: Path,
         patience: Patience,
@@ -194,6 +223,11 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class LlamaServer(Process):
@@ -366,6 +400,56 @@ class LlamaBench:
             raise WorkerError(f"{self._binary.name} ended with {done.returncode}: see {self._log}")
         result: dict[str, Any] = json.loads(lines[-1])
         return result
+
+    def drop(self, key: str) -> None:
+        """It holds nothing."""
+
+    def settle(self) -> None:
+        """It has ended."""
+
+    def close(self) -> None:
+        """It has ended."""
+
+
+class UcxPerftest:
+    """ucx_perftest: one call a round, messages as large as the parts of a connection."""
+
+    _MESSAGE_BYTES = 1 << 20
+
+    def __init__(self, binary: str, log: Path, patience: Patience) -> None:
+        self._binary, self._log, self._patience = binary, log, patience
+        self.version = "UCX"
+
+    def prepare(self, key: str, request: dict[str, Any]) -> None:
+        """Each call warms up by itself."""
+
+    def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]:
+        """Seconds of `bytes` bytes."""
+        count = -(-request["bytes"] // self._MESSAGE_BYTES)
+        with open(self._log, "wb") as errors, socket.create_server(("127.0.0.1", 0)) as taken:
+            port = str(taken.getsockname()[1])
+            taken.close()
+            command = [self._binary, "-p", port]
+            with subprocess.Popen(command, stdout=errors, stderr=errors) as server:
+                try:
+                    microseconds = self._client(port, count)
+                finally:
+                    server.kill()
+        return {"call": [microseconds * 1e-6 * request["bytes"] / self._MESSAGE_BYTES]}
+
+    def _client(self, port: str, count: int) -> float:
+        """Microseconds of a message."""
+        test = ["-t", "tag_bw", "-s", str(self._MESSAGE_BYTES), "-n", str(count), "-w", "2", "-f"]
+        command = [self._binary, "127.0.0.1", "-p", port, *test]
+        until = time.monotonic() + self._patience()
+        while time.monotonic() < until:  # the server does not say when it listens
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+            # Messages, and microseconds of one: a percentile, the last ones, all.
+            rows = [line.removeprefix("Final:").split() for line in done.stdout.splitlines()]
+            rows = [row for row in rows if row and row[0].isdigit()]
+            if done.returncode == 0 and rows:
+                return float(rows[-1][3])
+        raise WorkerError(f"ucx_perftest: no result: {done.stdout[-200:]}{done.stderr[-200:]}")
 
     def drop(self, key: str) -> None:
         """It holds nothing."""

@@ -76,6 +76,7 @@ missing_test_packages() {
   missing_run_packages
   [[ -e /usr/include/gtest/gtest.h ]] || echo libgtest-dev
   [[ -e /usr/include/hiredis/hiredis.h ]] || echo libhiredis-dev  # a client that tests and benchmarks compare with
+  [[ -e /usr/include/ucp/api/ucp.h ]] || echo libucx-dev  # connections over UCX; nothing else needs it
   command -v clang++-14 >/dev/null || echo clang-14
   command -v clang-format-14 >/dev/null || echo clang-format-14
   compgen -G '/usr/lib/llvm-14/lib/clang/*/lib/linux/libclang_rt.fuzzer-*.a' >/dev/null || echo libclang-rt-14-dev
@@ -96,12 +97,21 @@ missing_soak_packages() {
   command -v promtool >/dev/null || echo prometheus
 }
 
+# The step aarch64 of ./test: a compiler for it, libraries for it, and what runs its programs.
+missing_aarch64_packages() {
+  missing_test_packages
+  command -v aarch64-linux-gnu-g++ >/dev/null || echo g++-aarch64-linux-gnu
+  command -v qemu-aarch64 >/dev/null || echo qemu-user
+  [[ -e /usr/lib/aarch64-linux-gnu/libcrypto.a ]] || echo libssl-dev:arm64
+  [[ -e /usr/lib/aarch64-linux-gnu/libgtest.a ]] || echo libgtest-dev:arm64
+}
+
 missing_docs_packages() {
   missing_run_packages
   command -v doxygen >/dev/null || echo doxygen
 }
 
-# install_system run|test|soak|docs
+# install_system run|test|soak|aarch64|docs
 install_system() {
   local packages as_root=()
   mapfile -t packages < <("missing_$1_packages" | sort -u)
@@ -113,6 +123,7 @@ install_system() {
     as_root=(sudo)
   fi
   say "installing system packages: ${packages[*]}"
+  [[ "${packages[*]} " != *":arm64 "* ]] || quietly "${as_root[@]}" dpkg --add-architecture arm64
   quietly "${as_root[@]}" apt-get update
   quietly "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${packages[@]}"
   mapfile -t packages < <("missing_$1_packages" | sort -u)
@@ -187,7 +198,8 @@ configure() {
   local folder="$QUIRE_ROOT/build/$1" tools=()
   is_configured "$@" && return
   command -v ccache >/dev/null && tools=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-  command -v mold >/dev/null && tools+=(-DCMAKE_EXE_LINKER_FLAGS=-fuse-ld=mold)
+  # The cross compiler finds no linker but its own.
+  [[ $1 != aarch64 ]] && command -v mold >/dev/null && tools+=(-DCMAKE_EXE_LINKER_FLAGS=-fuse-ld=mold)
   [[ -n ${QUIRE_BUILD_ONCE:-} ]] && tools+=(-DQUIRE_UNITY=ON)
   rm -rf "$folder"  # a cache of another place or compiler is not to be trusted
   (cd "$QUIRE_ROOT" && quietly cmake --preset "$@" "${tools[@]}")
@@ -198,6 +210,7 @@ configure() {
 # semicolon, where the operating system may refuse the first. All paths are half of the time that the library takes to compile.
 kernel_paths() {
   local flags path=""
+  if grep -q '^Features.* asimd' "${1:-/proc/cpuinfo}"; then path=neon; fi  # aarch64
   flags=" $(sed -n 's/^flags[^:]*://p;T;q' "${1:-/proc/cpuinfo}") "
   has() { local flag; for flag in "$@"; do [[ $flags == *" $flag "* ]] || return 1; done; }
   is_intel() { grep -q '^vendor_id.*GenuineIntel' "${1:-/proc/cpuinfo}"; }

@@ -31,6 +31,7 @@ BUILD = ROOT / "build" / "release"
 BEGIN = "<!-- figures: written by tools/soak -->"
 END = "<!-- end of figures -->"
 SERVER = "tests/python/serve/test_serve_soak.py"
+STAGES = "tests/python/test_transfer_stages.py"
 ATTACKERS = "tests/python/serve/test_serve_attackers.py"
 HEAD = "| capability | what must not happen | reached | goal | rounds | date | commit | machine |"
 
@@ -103,6 +104,24 @@ CAPABILITIES = (
         "cancels",
         1_000_000,
         "R18: rows that come after their transfer was cancelled are taken",
+    ),
+    Capability(
+        "sender-losses",
+        STAGES,
+        "test_a_lost_sender_costs_no_bit_and_no_page",
+        "losses",
+        12_000,
+        "R16: a prefill process that is killed, stopped or cut off at a stage of a transfer costs "
+        "its receiver a bit, a page or a row that had come",
+    ),
+    Capability(
+        "receiver-losses",
+        STAGES,
+        "test_a_lost_receiver_costs_no_forward_and_no_page",
+        "losses",
+        12_000,
+        "R16: a decode process that is lost so costs its sender a forward, a page or the next "
+        "receiver",
     ),
     Capability(
         "flips",

@@ -96,7 +96,7 @@ struct AttentionKVCacheOptions {
 int64_t DefaultPageSize(const AttentionLayerSpec& layer);
 
 // Names of the kernel paths that this build has and this CPU can run, best first: "avx512_bf16",
-// "avx512", "avx2", "scalar".
+// "avx512", "avx2", "scalar"; on aarch64 "neon", "scalar".
 std::vector<std::string> KernelPaths();
 
 // Where the pages of all groups are. A page is seen by a sequence that has a token in it, even if a

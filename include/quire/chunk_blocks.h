@@ -23,6 +23,7 @@
 namespace quire {
 
 // Block b is the rows at data + b * block_stride + r * row_stride, r < rows, of row_bytes each.
+// With an order it is one row, of which a section has the runs of run_bytes at these offsets.
 struct BlockMemory {
   std::byte* data = nullptr;
   int64_t bytes = 0;  // from data on that may be touched
@@ -31,12 +32,16 @@ struct BlockMemory {
   int64_t rows = 1;
   int64_t row_stride = 0;  // bytes
   int64_t row_bytes = 0;
+  std::span<const uint32_t> order = {};  // bytes; kept by the caller
+  int64_t run_bytes = 0;                 // with an order
 
-  int64_t block_bytes() const { return rows * row_bytes; }
+  int64_t block_bytes() const {
+    return order.empty() ? rows * row_bytes : std::ssize(order) * run_bytes;
+  }
 };
 
-// BadArgument unless all blocks lie within `bytes`, with sizes of at least 1, no negative stride
-// and no two rows that overlap.
+// BadArgument unless all blocks lie within `bytes` and runs within their row, with sizes of at
+// least 1, no negative stride and no two rows or runs that overlap. With an order it takes n log n.
 Status CheckBlockMemory(const BlockMemory& memory);
 
 // Copies `blocks` of a memory that CheckBlockMemory takes, in their order, from or to a section.

@@ -173,9 +173,9 @@ struct FetchRequest {
   const KeySpace* keys = nullptr;        // REQUIRES: of a passport that was added
   std::span<const int32_t> tokens = {};  // from position 0 on; copied
   int64_t chunk_tokens = 0;
-  bool tail = false;  // also the shorter last chunk
-  // What the chunks were put with, from chunk 0 of the chain on; those after them have none.
-  // Copied.
+  bool tail = false;                     // also the shorter last chunk
+  std::span<const ChunkKey> chain = {};  // the keys of all chunks; empty: they are hashed
+  // What the leading chunks were put with; those after them have none. Copied.
   std::span<const std::string> extras = {};
   int64_t first_chunk = 0;  // chunks before it are not read: the caller has them
   // On the clock's SteadyNs; what is not there by then is a miss. 0 = none but the tiers' own.

@@ -330,9 +330,7 @@ struct RequestTimes {
 
 // How a blended prompt was made. exact + kept + moved + computed is all of it.
 struct BlendUsage {
-  // Whether some KV of the request is not what full prefill gives: moved tokens that were not
-  // recomputed, or what was computed behind them.
-  bool approximate = false;
+  bool approximate = false;       // whether some KV is not what full prefill gives
   int64_t documents = 0;          // of the prompt: named, or found
   int64_t exact_tokens = 0;       // found as prefill would give them
   int64_t kept_tokens = 0;        // left by an earlier request with the same blend, or by itself
@@ -346,9 +344,10 @@ struct BlendUsage {
   int64_t moved_bytes = 0;    // of keys and values that were read
   double move_seconds = 0;    // that reading and rotating them took
   double select_seconds = 0;  // that comparing and ranking took
-  // Of RequestTimes::queue_seconds: from the first document that was begun to be read or computed
-  // to the last one.
-  double wait_seconds = 0;
+  double wait_seconds = 0;    // of queue_seconds: from the first document's begin to the last end
+  // What the store brought for documents before the prompt, and the first reason for no more.
+  std::array<int64_t, kTierCount> loaded_tokens = {};  // with their anchors, by TierKind
+  MissReason miss = MissReason::kNone;                 // not kNotStored if there is another one
 
   int64_t left_tokens() const { return moved_tokens - recomputed_tokens; }
 };
@@ -415,7 +414,8 @@ struct EngineStats {
   // What the prefix cache keeps; its pages are in use and given up when others need them.
   // retained_pages: those that only retained sequences hold.
   int64_t retained_sequences = 0, retained_tokens = 0, retained_pages = 0;
-  int64_t waiting = 0, running = 0;  // requests
+  // Requests; of those that wait, the engine's own, by which documents of others are learnt.
+  int64_t waiting = 0, running = 0, learning = 0;
   int64_t steps = 0, prompt_tokens = 0, cached_tokens = 0, completion_tokens = 0, preemptions = 0;
   // Tokens of prompts and answers, by steps that ended: how far a long prompt is. What was
   // preempted counts again, a wrong guess not at all.
@@ -457,8 +457,9 @@ struct EngineStats {
   // decode_forwards are what speculation saves at most.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
   double draft_seconds = 0;
-  // Tokens of blended prompts, by steps that ended: whose KV was moved, and of these recomputed.
+  // As in BlendUsage: moved ones by steps that ended, the others once a prompt was computed.
   int64_t blend_moved_tokens = 0, blend_recomputed_tokens = 0;
+  int64_t blend_exact_tokens = 0, blend_kept_tokens = 0, blend_computed_tokens = 0;
 };
 
 // ---- How things stand between two steps, to be shown to people: what holds which KV. No text is

@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -30,9 +31,8 @@ namespace quire {
 struct ReceiveMap {
   uint64_t epoch = 0;  // of this reservation, never used again by its cache
   // TVM's encoding: [segments, begin_1, length_1, ...]; a segment is a run of slots that increase
-  // by
-  // 1. With one group of layers slot = page * page_size + slot in page, else slots count the tokens
-  // from 0.
+  // by 1. With one group of layers slot = page * page_size + slot in page, else slots count the
+  // tokens from 0.
   std::vector<int64_t> slots;
   int64_t first_position = 0;     // of the first token in the receiver's sequence
   int64_t count = 0;              // tokens
@@ -51,11 +51,12 @@ struct SendRange {
   int64_t first_position = 0;  // of the first token, in the sender's sequence
   int64_t first_row = 0;       // the same as an index into the map's tokens
   int64_t count = 0;
-  LayerKV local;            // [count, the sender's kv heads, dim], contiguous, as stored
+  LayerKV local;  // [count, the sender's kv heads, dim], contiguous, as stored
+  std::shared_ptr<const void> memory{};  // of `local`, which stays for its holders; may be null
   int64_t local_head = 0;   // heads [local_head, local_head + head_count) become those from
   int64_t remote_head = 0;  // remote_head on
   int64_t head_count = 0;
-  std::span<const int64_t> remote_slots;  // [count], none of them -1; lives as long as `local`
+  std::span<const int64_t> remote_slots;  // [count], none of them -1; for the call alone
   int64_t peer = 0;
 };
 
@@ -108,8 +109,7 @@ struct SendProgress {
   Status failure;
 };
 
-// CRC-32C of some heads of rows [n, heads, dim]: of k, v, then the scales of what is quantised,
-// row by row.
+// CRC-32C of some heads of rows [n, heads, dim], row by row: k, v, scales of what is quantised.
 uint32_t DigestOfHeads(const LayerKV& rows, int64_t first_head, int64_t head_count);
 // Rows [first, first + count) of contiguous tensors [n, heads, dim]: the same memory.
 LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count);
@@ -126,9 +126,9 @@ class KVTransfer {
   // ---- Receiving. The sequence's length grows by `count` at once; the new tokens are *pending*.
   // Until they are committed or cancelled: forwards, windows, SetRetained(.., true), import, and
   // DebugSet* of the sequence are BadState, as are ExportKV and DebugGet* of pending tokens;
-  // ForkSequence works up to the first pending position; PopN works
-  // to at or before it and cancels, as RemoveSequence and Clear do. Pages as for a forward, but
-  // that the first pending token opens one of its own. BadState in FORWARD; errors as BeginForward.
+  // ForkSequence works up to the first pending position; PopN works to at or before it and cancels,
+  // as RemoveSequence and Clear do. Pages as for a forward, but that the first pending token opens
+  // one of its own. BadState in FORWARD; errors as BeginForward.
   virtual Result<ReceiveMap> DisaggPrepareRecv(int64_t seq_id, int64_t count) = 0;
   // The first n tokens count from now on, the others are given back. n = 0 is DisaggCancelRecv.
   // BadState unless the first n rows are complete in every layer, whether or not a failure was
@@ -141,11 +141,11 @@ class KVTransfer {
   // Memory for the part, until the view's last holder lets go. Full: the part has no room at the
   // moment beside what other views hold of the staging memory; TooLarge: it never has.
   virtual Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) = 0;
-  // The part is written in `view`, which is for a part like it and is of no more use then. Its
-  // digest is checked, and it goes to the pages, where it does not count: the part is no longer
-  // complete, if it was. Corrupt: nothing has changed. Nobody writes to the view meanwhile.
+  // The part is written in `view`, which is for a part like it and is of no more use then. A digest
+  // is checked; none: the channel has done so. The part goes to the pages, where it does not count:
+  // it is no longer complete, if it was. Corrupt: nothing has changed. Nobody writes meanwhile.
   virtual Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part,
-                       const ReceiveView& view, uint32_t digest) = 0;
+                       const ReceiveView& view, std::optional<uint32_t> digest) = 0;
   // The part counts. BadState unless all of it was stored.
   virtual Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) = 0;
   // Nothing more will come; waiting calls learn why.

@@ -61,7 +61,7 @@ Result<std::shared_ptr<ParallelRunner>> CreateThreadPool(int thread_count);
 class LayerSink {
  public:
   virtual ~LayerSink() = default;
-  // The ranges' tokens are stored in the layer. Local views live until the call returns.
+  // The ranges' tokens are stored in the layer. Views end with the call, or with their memory.
   virtual Status OnLayerAppended(int64_t layer, std::span<const SendRange> ranges) = 0;
   // All layers of these tokens were given: they count from now on.
   virtual Status OnForwardEnded(std::span<const SendRecord> records) = 0;

@@ -1,6 +1,6 @@
 // Transfer between processes: one connection carries keys and values from the caches of one process
-// to those of another one, over TCP or shared memory (docs/transfer.md has both halves by example,
-// docs/formats/transfer-wire.md the bytes).
+// to those of another one, over TCP, shared memory or UCX (docs/transfer.md has both halves by
+// example, docs/formats/transfer-wire.md the bytes).
 //
 //   receiver                                         sender
 //   peer = TransferPeer::Connect(endpoint)           listener = TransferListener::Start(options)
@@ -100,10 +100,9 @@ struct TransferPeerStats {
 // has; a call waits while the window is full, for send_wait at most. All calls from any thread.
 class TransferPeer : public LayerSink {
  public:
-  // "ADDRESS:PORT" with a numeric address or "localhost": TCP. "unix:PATH": shared memory, with the
-  // socket to open it. Returns when both sides have compared passports. Unavailable, Timeout;
-  // Incompatible with the first field that differs and both values; Remote with the other side's
-  // reason; BadArgument.
+  // "ADDRESS:PORT", numeric or "localhost": TCP. "unix:PATH": shared memory. "ucx:ADDRESS:PORT":
+  // UCX, by libquire_ucx.so. Returns when both sides have compared passports. Unavailable, Timeout;
+  // Incompatible with the field and both values; Remote with the other's reason; BadArgument.
   static Result<std::shared_ptr<TransferPeer>> Connect(const std::string& endpoint,
                                                        const TransferPeerOptions& options);
 

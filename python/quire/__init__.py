@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from quire.packing import pack_model
     from quire.recurrent_cache import RecurrentCache, RecurrentLayerSpec
     from quire.rnn_state import RNNState, StateSpec
-    from quire.chunk_space import BlockMemory, ChunkFetch, ChunkSpace
+    from quire.chunk_space import BlockMemory, BlockOrder, ChunkFetch, ChunkSpace
     from quire.store import ChunkStore, Passport, chunk_keys
     from quire.transfer import (
         LocalChannel,
@@ -61,7 +61,9 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULE_OF = {
+    "BlendUsage": "quire.engine",
     "BlockMemory": "quire.chunk_space",
+    "BlockOrder": "quire.chunk_space",
     "ChunkFetch": "quire.chunk_space",
     "ChunkSpace": "quire.chunk_space",
     "ChunkStore": "quire.store",
@@ -138,7 +140,9 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "BlendUsage",
     "BlockMemory",
+    "BlockOrder",
     "ChunkFetch",
     "ChunkSpace",
     "ChunkStore",

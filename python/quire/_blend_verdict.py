@@ -60,21 +60,27 @@ def fingerprint(identity: Mapping[str, str], kv_types: str) -> str:
 
 
 def find(name: str) -> BlendVerdict | None:
-    """The verdict of the fingerprint `name`: the one that was kept, else the one that comes with
-    Quire. CorruptError for a file that is damaged."""
+    """The verdict of the fingerprint `name`: the one that was kept by this version, else the one
+    that comes with Quire. CorruptError for a file that is damaged, IoError for one that cannot be
+    read."""
     path = _place(name)
     try:
-        text = path.read_text(encoding="utf-8")
+        kept = _read(json.loads(path.read_bytes()), name)
     except FileNotFoundError:
-        shipped = json.loads(_SHIPPED.read_text(encoding="utf-8"))
-        return _read(shipped[name], name) if name in shipped else None
-    try:
-        return _read(json.loads(text), name)
+        kept = None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise errors.CorruptError(
             f"{path}: the verdict about blending is damaged ({error!r}); remove the file, or run "
             "quire blend eval again"
         ) from error
+    except OSError as error:
+        raise errors.IoError(
+            f"{path}: the verdict about blending cannot be read: {error.strerror}"
+        ) from error
+    if kept is not None:
+        return kept
+    shipped = json.loads(_SHIPPED.read_text(encoding="utf-8"))
+    return _read(shipped[name], name) if name in shipped else None
 
 
 def _read(fields: Any, name: str) -> BlendVerdict | None:

@@ -7,27 +7,35 @@ documents are tokenised apart. So a document has the same tokens in every prompt
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from quire import _numbers, errors
-from quire.text import Message, Tokenizer
+
+if TYPE_CHECKING:
+    from quire.text import Message, Tokenizer
 
 # What stands behind each document; it is a part of it.
 _END = "\n\n"
-# Private characters: they are in no text.
-_OPEN, _CLOSE = "\ue0d0", "\ue0d1"
+# Private characters: they are in no text. A template that escapes a message, or cuts it into lines,
+# would do so with a document, which the mark stands for: the quote and the line end show it.
+_OPEN, _CLOSE = '\ue0d0"\n', "\ue0d1"
+_MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 _BLEND_FIELDS = (
     "ratio",
     "metric",
     "check_layers",
     "ratios",
     "thresholds",
+    "document_ratios",
     "link_tokens",
     "min_tokens",
     "learn",
     "contextual",
 )
+# For the library: the document shares the ratio of the others.
+_NO_RATIO = -1.0
 # In the place of documents: those that the engine finds in the prompt.
 AUTO = "auto"
 
@@ -39,19 +47,17 @@ class Composed:
     ids: list[int]
     documents: list[tuple[int, int]] | None
 
-    def chains(self, begin_token: int | None) -> list[tuple[list[int], int]]:
+    def chains(self, begin_token: int | None) -> Iterator[tuple[list[int], int]]:
         """The prompts that let each document be known: anchor and document, and how many tokens the
         anchor has. Where nothing stands before the first document it is the begin token, unless the
-        document begins with it."""
+        document begins with it. One after the other, as each has the whole anchor."""
         ranges = self.documents or []
         anchor = self.ids[: ranges[0][0]] if ranges else []
-        chains = []
         for begin, end in ranges:
             before = anchor
             if not anchor and begin_token is not None and self.ids[begin] != begin_token:
                 before = [begin_token]
-            chains.append((before + self.ids[begin:end], len(before)))
-        return chains
+            yield before + self.ids[begin:end], len(before)
 
 
 def _bad_documents(message: str) -> errors.BadArgumentError:
@@ -64,15 +70,29 @@ def _bad_blend(message: str) -> errors.BadArgumentError:
 
 def texts_of(documents: Any) -> list[str]:
     """Documents that are texts, of which none is empty."""
-    found = [_numbers.text(document, "documents") for document in documents]
-    for index, document in enumerate(found):
-        if not document.strip():
-            raise _bad_documents(f"documents[{index}] is empty")
-        if _OPEN in document or _CLOSE in document:
-            raise _bad_documents(
-                f"documents[{index}] has one of the private characters U+E0D0 and U+E0D1"
-            )
+    return [_document(each, f"documents[{index}]") for index, each in enumerate(documents)]
+
+
+def _document(text: Any, name: str) -> str:
+    found = _numbers.text(text, name)
+    if not found.strip():
+        raise _bad_documents(f"{name} is empty")
+    if _OPEN[0] in found or _CLOSE in found:
+        raise _bad_documents(f"{name} has one of the private characters U+E0D0 and U+E0D1")
     return found
+
+
+def count_in(messages: Iterable[Any]) -> int:
+    """Documents that are parts of messages: entries {"type": "document", "text": ...} in a content
+    that is a list."""
+    return sum(map(_count_of, messages))
+
+
+def _count_of(message: Any) -> int:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return 0
+    return sum(isinstance(part, Mapping) and part.get("type") == "document" for part in content)
 
 
 def ranges_of(documents: Any, prompt_tokens: int) -> list[tuple[int, int]]:
@@ -100,32 +120,85 @@ def compose_chat(
     documents: Sequence[str],
     variables: Mapping[str, Any],
 ) -> Composed:
-    """The documents stand at the beginning of the first message of the user."""
-    marks = [f"{_OPEN}{index}{_CLOSE}" for index in range(len(documents))]
+    """`documents` stand at the beginning of the first message of the user; those that are parts of
+    messages stand at their places."""
     template = tokenizer.chat_template
     if template is None:
         raise errors.BadArgumentError(
             "this model has no chat template: give its prompt as plain text"
         )
-    marked = [dict(message) for message in messages]
-    first = next((message for message in marked if message.get("role") == "user"), None)
-    if first is None or not isinstance(first.get("content"), str):
+    first = next((i for i, each in enumerate(messages) if each.get("role") == "user"), None)
+    if documents and (first is None or not _takes_documents(messages[first])):
         raise _bad_documents(
             "documents stand before the first message of the user, whose content is a text; the "
             "chat has no such message"
         )
-    first["content"] = "".join(marks) + first["content"]
-    text = template.render(marked, **variables)
-    pieces = []
-    for mark in marks:
-        piece, found, text = text.partition(mark)
-        if not found or mark in text:
+    found: list[str] = []
+    marked = [
+        _marked(message, f"message {index}", documents if index == first else (), found)
+        for index, message in enumerate(messages)
+    ]
+    # Between two pieces is the number of a document.
+    pieces = _MARK.split(template.render(marked, **variables))
+    if pieces[1::2] != [str(index) for index in range(len(found))]:
+        where = "the first message of the user" if len(found) == len(documents) else "messages"
+        raise _bad_documents(
+            f"the chat template does not print {where} once, in order and as given, so documents "
+            "have no place in it"
+        )
+    return _join(tokenizer, [], pieces[:-1:2], found, pieces[-1])
+
+
+def _takes_documents(message: Message) -> bool:
+    return isinstance(message.get("content"), str) or _count_of(message) > 0
+
+
+def _marked(
+    message: Message, name: str, documents: Sequence[str], found: list[str]
+) -> dict[str, Any]:
+    """The message with a mark for each document: those that stand before its text, and its own
+    parts. They are added to `found`."""
+    content = message.get("content")
+    parts: list[tuple[bool, Any]] = [(False, content)]
+    if _count_of(message):
+        parts = _parts(content, name)
+    if any(isinstance(text, str) and _MARK.search(text) for _, text in parts):
+        raise _bad_documents(
+            "a message has the private characters U+E0D0 and U+E0D1 around a number, which stand "
+            "for a document"
+        )
+    parts = [*((True, document) for document in documents), *parts]
+    if not any(is_document for is_document, _ in parts):
+        return dict(message)
+    texts = []
+    for is_document, part in parts:
+        texts.append(f"{_OPEN}{len(found)}{_CLOSE}" if is_document else part)
+        if is_document:
+            found.append(part)
+    return {**message, "content": "".join(texts)}
+
+
+def _parts(content: Any, name: str) -> list[tuple[bool, str]]:
+    """The parts of a message with documents: whether each is one, and its text."""
+    found = []
+    for index, part in enumerate(content):
+        place = f"{name}, part {index}"
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "document"):
             raise _bad_documents(
-                "the chat template does not print the first message of the user once and as it "
-                "is, so documents have no place in it"
+                f"{place}: beside a document stand parts of the type text or document alone"
             )
-        pieces.append(piece)
-    return _join(tokenizer, [], pieces, documents, text)
+        for field in part:
+            if field not in ("type", "text"):
+                raise _bad_documents(
+                    f"{place}: there is no field {field!r}; a {kind} has type and text"
+                )
+        text = part.get("text")
+        is_document = kind == "document"
+        found.append(
+            (is_document, _document(text, place) if is_document else _numbers.text(text, place))
+        )
+    return found
 
 
 def compose_text(tokenizer: Tokenizer, text: str, documents: Sequence[str]) -> Composed:
@@ -143,13 +216,15 @@ def _join(
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False) if text else []
 
+    ids = [*ids]
     ranges = []
     for piece, document in zip(pieces, documents):
-        ids = ids + encode(piece)
+        ids += encode(piece)
         begin = len(ids)
-        ids = ids + encode(document.rstrip() + _END)
+        ids += encode(document.rstrip() + _END)
         ranges.append((begin, len(ids)))
-    return Composed(ids + encode(rest), ranges)
+    ids += encode(rest)
+    return Composed(ids, ranges)
 
 
 def blend_fields(
@@ -168,11 +243,16 @@ def blend_fields(
         if "ratios" in fields:
             raise _bad_blend("ratio and ratios are two; give one")
         ratio = fields.pop("ratio")
+        if isinstance(ratio, bool):  # False would be the ratio 0, the farthest from no blend
+            raise _bad_blend(f"ratio is {ratio}; it must be a number from 0 to 1; None blends not")
         if isinstance(ratio, str):
             if ratio != "auto":
                 raise _bad_blend(f'ratio is {ratio!r}; it must be a number from 0 to 1, or "auto"')
             ratio = auto_ratio(sum(end - begin for begin, end in documents))
-        fields["ratios"] = [ratio]
+        fields["ratios"] = [_numbers.real(ratio, "blend: ratio")]
+    for name in ("ratios", "thresholds", "check_layers"):
+        if isinstance(fields.get(name, ()), str) or not isinstance(fields.get(name, ()), Iterable):
+            raise _bad_blend(f"{name} is a list of numbers, not {type(fields[name]).__name__}")
     for name in ("ratios", "thresholds"):
         if name in fields:
             fields[name] = [_numbers.real(value, f"blend: {name}") for value in fields[name]]
@@ -185,6 +265,8 @@ def blend_fields(
             fields[name] = _numbers.int64(fields[name], f"blend: {name}")
     if "learn" in fields:
         fields["learn"] = _learning(fields["learn"])
+    if "document_ratios" in fields:
+        fields["document_ratios"] = _own_ratios(fields["document_ratios"], composed.documents)
     contextual = fields.pop("contextual", False)
     if not isinstance(contextual, bool):
         raise _bad_blend(f"contextual is {contextual!r}; it is True or False")
@@ -200,7 +282,32 @@ def blend_fields(
 def is_exact(fields: Mapping[str, Any]) -> bool:
     """Whether such a blend computes again all that it moves."""
     ratios, thresholds = fields.get("ratios", (0,)), fields.get("thresholds", ())
-    return all(ratio >= 1 for ratio in ratios) and not any(thresholds)
+    own = [ratio for ratio in fields.get("document_ratios", ()) if ratio != _NO_RATIO]
+    return all(ratio >= 1 for ratio in (*ratios, *own)) and not any(thresholds)
+
+
+def _own_ratios(ratios: Any, documents: Sequence[object] | None) -> list[float]:
+    """Budgets of documents, as the library takes them."""
+    if documents is None:
+        raise _bad_blend(
+            "document_ratios are those of documents that are named, and the engine finds these; "
+            "leave them out"
+        )
+    if isinstance(ratios, (str, bytes, Mapping)) or not isinstance(ratios, Iterable):
+        raise _bad_blend(f"document_ratios is a list of numbers, not {type(ratios).__name__}")
+    found = []
+    for index, ratio in enumerate(ratios):
+        name = f"document_ratios[{index}]"
+        own = _NO_RATIO if ratio is None else _numbers.real(ratio, f"blend: {name}")
+        if ratio is not None and not 0 <= own <= 1:
+            raise _bad_blend(f"{name} is {own}; it must be a number from 0 to 1, or None")
+        found.append(own)
+    if len(found) != len(documents):
+        raise _bad_blend(
+            f"there are {len(documents)} documents and {len(found)} document_ratios; give one for "
+            "each document, None where it shares the ratio of the others"
+        )
+    return found
 
 
 def _learning(learn: Any) -> str:

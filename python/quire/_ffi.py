@@ -223,6 +223,8 @@ def function(name: str) -> Any:
 class Closable(Protocol):
     def close(self) -> None: ...
 
+    def _abandon_after_fork(self) -> None: ...
+
 
 _open_objects: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -251,8 +253,7 @@ def _close_all() -> None:
 def _abandon_in_child() -> None:
     _calls_inside.clear()  # their threads are not in the child
     for owner in list(_open_objects):
-        if isinstance(owner, ThreadOwner):
-            owner._abandon_after_fork()
+        owner._abandon_after_fork()
 
 
 os.register_at_fork(after_in_child=_abandon_in_child)
@@ -295,6 +296,13 @@ class Owner:
         """
         self._open_handle = None
 
+    def _abandon_after_fork(self) -> None:
+        """In the child of a fork, which has none of the object's threads: it is never destroyed
+        there, since that would wait for them. One that cannot do without them, or has a connection
+        that stays the parent's, also counts as closed. Waits for nothing."""
+        if self._open_handle is not None:
+            leak(self._open_handle)
+
     def __enter__(self: _Self) -> _Self:
         return self
 
@@ -302,16 +310,12 @@ class Owner:
         self.close()
 
 
-class ThreadOwner(Owner):
-    """An owner with threads that Python knows of, which the child of a fork does not have."""
-
-    def _abandon_after_fork(self) -> None:
-        """Makes the object of the child one that was closed; waits for nothing."""
-        raise NotImplementedError
-
-
 class ClosingOwner(Owner):
     """An owner whose C++ object is closed before it is let go: calls that wait in it end."""
+
+    def _abandon_after_fork(self) -> None:
+        super()._abandon_after_fork()
+        self._open_handle = None
 
     def close(self) -> None:
         """Ends what waits in the object and frees what it holds.

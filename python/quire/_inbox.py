@@ -115,6 +115,14 @@ class Inbox(Generic[_Request]):
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def check_may_wait(self) -> None:
+        """BadStateError on the thread that hands out: it would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise errors.BadStateError(
+                "on_step waits for an answer, and none is handed out before it returns; let "
+                "another thread wait, or take what is there with Stream.poll"
+            )
+
     def _run(self) -> None:
         end: BaseException | None = None
         while end is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -13,7 +14,10 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
 
 
-# The weights of a folder that are a GGUF file, or a link to one.
+# The weights of a folder, in the order in which engines look for them: one file; files that an
+# index names; a GGUF file, or a link to one.
+SINGLE_WEIGHTS = "model.safetensors"
+INDEX_OF_WEIGHTS = "model.safetensors.index.json"
 GGUF_WEIGHTS = "model.gguf"
 
 
@@ -56,3 +60,34 @@ def check_not_lfs_pointer(path: Path) -> None:
             f"{path}: is a Git LFS pointer, not the file itself; fetch it with: "
             f"git -C {path.parent} lfs pull"
         )
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether engines read the weights of a folder from safetensors files."""
+    return any((folder / name).exists() for name in (SINGLE_WEIGHTS, INDEX_OF_WEIGHTS))
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files that engines read the weights of a folder from; others may lie beside them. All
+    there are, of a folder without an index that engines do not read.
+
+    CorruptError: the index names no files of the folder.
+    """
+    single, index = folder / SINGLE_WEIGHTS, folder / INDEX_OF_WEIGHTS
+    if single.exists():
+        return [single]
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return sorted(_in_folder(folder, name) for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise errors.CorruptError(
+            f"{index}: weight_map names no *.safetensors files of this folder: {error!r}"
+        ) from None
+
+
+def _in_folder(folder: Path, name: str) -> Path:
+    if os.path.basename(name) != name or not name.endswith(".safetensors"):
+        raise ValueError(name)
+    return folder / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -39,18 +40,28 @@ def real(value: Any, name: str) -> float:
 def milliseconds(seconds: Any, name: str, most: float = _YEAR) -> int:
     """Seconds as milliseconds, `most` where it is longer, as infinity is. BadArgumentError for
     negative ones and NaN."""
-    return round(min(_seconds(seconds, name), most) * 1e3)
+    return round(min(seconds_of(seconds, name), most) * 1e3)
 
 
 def nanoseconds(seconds: Any, name: str) -> int:
     """Seconds as nanoseconds, a year at most. Errors are those of `milliseconds`."""
-    return round(min(_seconds(seconds, name), _YEAR) * 1e9)
+    return round(min(seconds_of(seconds, name), _YEAR) * 1e9)
 
 
-def _seconds(value: Any, name: str) -> float:
+def seconds_of(value: Any, name: str) -> float:
+    """Seconds of at least 0, infinity too. Errors are those of `milliseconds`."""
     number = real(value, name)
     if not number >= 0:
         raise errors.BadArgumentError(f"{name} is {number}; it must be at least 0 seconds")
+    return number
+
+
+def timeout(seconds: Any, name: str, most: float = math.inf) -> float:
+    """Seconds above 0, `most` at most. BadArgumentError for all else."""
+    number = real(seconds, name)
+    if not 0 < number <= most:
+        limit = "" if math.isinf(most) else f" and at most {most:g} seconds"
+        raise errors.BadArgumentError(f"{name} is {number}; it must be above 0{limit}")
     return number
 
 
@@ -76,6 +87,16 @@ def text(value: Any, name: str) -> str:
             f"{name} has a lone surrogate at index {error.start}; it is not valid Unicode"
         ) from None
     return value
+
+
+def octets(value: Any, name: str) -> bytes:
+    """The bytes of a text in UTF-8, or of bytes. TypeError for what is neither: bytes(5) would be
+    five zeros. BadArgumentError as of `text`."""
+    if isinstance(value, str):
+        return text(value, name).encode()
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError(f"{name} must be a text or bytes, not {type(value).__name__}")
+    return bytes(value)
 
 
 def shown(number: int) -> str:

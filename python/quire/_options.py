@@ -345,7 +345,8 @@ class EngineOptions(TypedDict, total=False):
         int,
         Option(
             65536,
-            "most requests that wait. They come in by turns of their turn_group.",
+            "most requests that wait, beside those by which the engine learns documents. They come "
+            "in by turns of their turn_group.",
         ),
     ]
     max_step_ms: Annotated[
@@ -624,11 +625,12 @@ class EngineOptions(TypedDict, total=False):
         Option(
             (),
             "processes that compute prompts for this engine (:meth:`Engine.serve_prefill`, `quire "
-            'prefill`): "HOST:PORT" or "unix:PATH", at most 64; or a text with commas between them.'
-            " Answers do not change.",
+            'prefill`): "HOST:PORT", "ucx:HOST:PORT" or "unix:PATH", at most 64; or a text with '
+            "commas between them. Answers do not change.",
             Flag(
                 "let the processes at these addresses compute prompts, where `quire prefill` or "
-                "`quire serve --prefill-listen` runs with the same model; or unix:PATH",
+                "`quire serve --prefill-listen` runs with the same model: HOST:PORT, "
+                "ucx:HOST:PORT or unix:PATH",
                 "ADDR[,ADDR...]",
                 addresses,
                 group="prefill",
@@ -731,7 +733,7 @@ class EngineOptions(TypedDict, total=False):
                 "FILE",
                 readable_file,
                 group="connection",
-                more="All are PEM. Not for unix:PATH",
+                more="All are PEM. Not for unix:PATH, and there is none over UCX",
             ),
             part="connection",
         ),
@@ -1117,7 +1119,9 @@ class SamplingOptions(TypedDict, total=False):
         'Sequence[str | tuple[int, int]] | Literal["auto"]',
         _answer(
             "texts that stand before the prompt (of a chat: at the beginning of the first message "
-            "of the user), each tokenised apart; or pairs (begin, end) of a prompt of token ids. "
+            "of the user), each tokenised apart; or pairs (begin, end) of a prompt of token ids. A "
+            'document may also be a part of a message, {"type": "document", "text": "..."} in the '
+            "list of its content, and stands there then. "
             'They change nothing but the prompt, unless `blend` is given. "auto", with `blend`: '
             "those that earlier prompts with documents and `prepare` had are found in the "
             "prompt's tokens.",
@@ -1133,7 +1137,8 @@ class SamplingOptions(TypedDict, total=False):
             '("v_l2", "k_l2", "kv_l2", "cosine", "random"), check_layers, ratios, thresholds, '
             'link_tokens, min_tokens, learn (True, False, "idle"), contextual (with '
             'documents="auto": '
-            "True finds also those behind another beginning). Needs blend_piece, and a verdict "
+            "True finds also those behind another beginning), document_ratios (a ratio for each "
+            "document, None where it shares that of the others). Needs blend_piece, and a verdict "
             "of `quire blend eval`. docs/blend.md",
             values.BLEND,
         ),

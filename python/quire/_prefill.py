@@ -4,9 +4,11 @@ of the other side."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from quire._key_file import read_unguessable
 
 __all__ = [
     "PEERS_MAX",
+    "OncePerCause",
     "PrefillPeer",
     "ReadSecretFile",
     "Refusals",
@@ -180,6 +183,54 @@ def peer_fields(options: Mapping[str, Any]) -> dict[str, Any] | None:
         "on_loss": _numbers.text(options["on_loss"], "on_peer_loss"),
         "timeout_ms": max(1, timeout),
     }
+
+
+class OncePerCause:
+    """Hands a refusal to `tell` when its cause is new, and the 10th, 100th, 1000th, ... of the same
+    one with their number: a peer of another model tries again each second, for ever. At most
+    `PER_MINUTE` are told in a minute: a stranger may have a new cause each time, and the log would
+    fill a disk. The next one that is told has the number of those that were not.
+
+    One thread at a time may call. clock: seconds.
+    """
+
+    PER_MINUTE = 60
+    _CAUSES_MAX = 256
+
+    def __init__(
+        self, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tell_one = tell
+        self._clock = clock
+        self._counts: dict[str, int] = {}  # by cause, the one that came last behind the others
+        self._minute = -math.inf  # when it began
+        self._told = 0  # in it
+        self._untold = 0  # since the last that was told
+
+    def __call__(self, why: str) -> None:
+        count = self._counts.pop(why, 0) + 1
+        self._counts[why] = count
+        if len(self._counts) > self._CAUSES_MAX:
+            del self._counts[next(iter(self._counts))]
+        if count == 1:
+            self._tell(why)
+        elif _is_power_of_ten(count):
+            self._tell(f"{why} ({count} times)")
+
+    def _tell(self, line: str) -> None:
+        now = self._clock()
+        if now - self._minute >= 60:
+            self._minute, self._told = now, 0
+        if self._told >= self.PER_MINUTE:
+            self._untold += 1
+            return
+        self._told += 1
+        untold, self._untold = self._untold, 0
+        self._tell_one(f"{line} ({untold} others were not told)" if untold else line)
+
+
+def _is_power_of_ten(count: int) -> bool:
+    return str(count).strip("0") == "1"
 
 
 class Refusals:

@@ -91,20 +91,21 @@ def place(text: str) -> str:
 
 
 def addresses(text: str) -> list[str]:
-    """Addresses of processes, with commas between them: HOST:PORT or unix:PATH."""
+    """Addresses of processes, with commas between them, as of address()."""
     return [address(word) for word in text.split(",")]
 
 
 def address(text: str) -> str:
-    """HOST:PORT or unix:PATH."""
+    """HOST:PORT, ucx:HOST:PORT or unix:PATH."""
     if text.startswith("unix:"):
         if text == "unix:":
             raise argparse.ArgumentTypeError("'unix:' names no file; give unix:PATH")
         return text
-    host, _, port = text.rpartition(":")
+    host, _, port = text.removeprefix("ucx:").rpartition(":")
     if not host or re.fullmatch(r"\d{1,5}", port, re.ASCII) is None or int(port) > 65535:
         raise argparse.ArgumentTypeError(
-            f"{_shown(text)} is no address: HOST:PORT, such as 127.0.0.1:7000, or unix:PATH"
+            f"{_shown(text)} is no address: HOST:PORT, such as 127.0.0.1:7000, "
+            "ucx:HOST:PORT or unix:PATH"
         )
     return text
 

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quire import errors
+from quire._arrays import int_list
 from quire._kv_state import KVState
+from quire._numbers import int64, octets
 
 __all__ = ["RecurrentState", "SlotCounts"]
 
@@ -90,9 +92,9 @@ class RecurrentState(KVState):
     ) -> dict[str, object]:
         return {
             **identity,
-            "block_tokens": block_tokens,
-            "tokens": np.asarray(tokens, dtype=np.int64),
-            "salt": bytes(salt),
+            "block_tokens": int64(block_tokens, "block_tokens"),
+            "tokens": np.asarray(int_list(tokens, "tokens"), dtype=np.int64),
+            "salt": octets(salt, "salt"),
         }
 
     def retained_sequence_count(self) -> int:

@@ -79,6 +79,9 @@ class _Buffer(_ffi.ClosingOwner, KVCacheBufferBase):
         super().__init__(handle)
         self._uses_torch = False
 
+    def _abandon_after_fork(self) -> None:
+        """The child has the entries that there were, for itself."""
+
     @property
     def buffer_size(self) -> int:
         """Bytes that are used: of all tensors, and in a store of their keys."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,14 +95,18 @@ class ChatTemplate:
     def check_variables(self, names: Iterable[str]) -> None:
         """BadArgumentError for a name that the caller cannot give a value: the template does not
         use it, or it stands for something else."""
-        free = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
-        known = sorted(free - _OWN_VARIABLES - self._environment.globals.keys())
         for name in names:
-            if name not in known:
+            if name not in self._variables:
                 raise errors.BadArgumentError(
                     f"template_args: the chat template has no variable {name!r}; it has "
-                    f"{', '.join(known) or 'none'}"
+                    f"{', '.join(self._variables) or 'none'}"
                 )
+
+    @functools.cached_property
+    def _variables(self) -> list[str]:
+        """Names that a caller may give a value. To find them takes milliseconds."""
+        free = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
+        return sorted(free - _OWN_VARIABLES - self._environment.globals.keys())
 
     def render(
         self,

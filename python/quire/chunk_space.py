@@ -17,20 +17,21 @@ Bytes are verified before they are seen; what is damaged, late or gone is a miss
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
 from quire import _ffi, errors
 from quire._arrays import input_array, int_list, output_array
-from quire._numbers import int64, milliseconds, real
+from quire._numbers import int64, milliseconds, real, text
 
 if TYPE_CHECKING:
     from quire.store import ChunkStore, Tier
 
-__all__ = ["BlockMemory", "ChunkFetch", "ChunkSpace", "SectionName"]
+__all__ = ["BlockMemory", "BlockOrder", "ChunkFetch", "ChunkSpace", "SectionName"]
 
 #: Token ids, [n]; arrays of int32 or int64 are read as they are.
 Tokens: TypeAlias = "Sequence[int] | np.ndarray[Any, Any]"
@@ -56,11 +57,31 @@ _NUMPY_TYPES = {
 }
 
 
-def token_ids(tokens: Any) -> Any:
+def token_ids(tokens: Any, what: str = "tokens") -> Any:
     """Ids as an array [n] of int32 or int64 that C++ reads without a copy."""
     if isinstance(tokens, np.ndarray) and tokens.dtype in (np.int32, np.int64) and tokens.ndim == 1:
         return np.ascontiguousarray(input_array(tokens))
-    return np.asarray(int_list(tokens, "tokens"), dtype=np.int64)
+    return np.asarray(int_list(tokens, what), dtype=np.int64)
+
+
+def _block_numbers(blocks: Any) -> Any:
+    """As token_ids. A number that is none of any memory is BadArgumentError here: C++ would call it
+    a token id."""
+    numbers = token_ids(blocks, "blocks")
+    if numbers.size and not (0 <= numbers.min() and numbers.max() < 2**31):
+        raise errors.BadArgumentError(
+            f"blocks has the numbers {numbers.min()} to {numbers.max()}; a block's number is at "
+            "least 0 and below 2^31"
+        )
+    return numbers
+
+
+def _at_least_zero(value: Any, name: str) -> float:
+    """A finite number of seconds."""
+    number = real(value, name)
+    if not 0 <= number < math.inf:
+        raise errors.BadArgumentError(f"{name} is {number}; it must be finite and at least 0")
+    return number
 
 
 def _extras(extras: Iterable[bytes]) -> list[bytes]:
@@ -73,6 +94,18 @@ def _extras(extras: Iterable[bytes]) -> list[bytes]:
     return found
 
 
+class BlockOrder(NamedTuple):
+    """How a section's bytes lie within a block of an engine whose kernels have an order of their
+    own: in runs of equal length.
+
+    offsets: of the runs in the block, bytes, int64 [runs], in the order of the section. run_bytes:
+    of each.
+    """
+
+    offsets: np.ndarray[Any, Any]
+    run_bytes: int
+
+
 class BlockMemory:
     """Where the sections of an engine's layers lie: arrays of blocks, which are never copied.
 
@@ -80,20 +113,69 @@ class BlockMemory:
         arrays: for each section an array [blocks, ...] in the CPU's memory, of any element type and
             any strides that leave at most one gap within a block. Array 0 of `("key", 3)` is
             block 0 of the keys of layer 3. All of them are kept alive.
+        orders: of the sections whose bytes lie otherwise in a block, which then has no gap. What an
+            order leaves out of a block is neither read nor written, so keys and values may lie in
+            one block.
 
     A chunk is a number of whole blocks: the bytes of its section are those of its blocks, one after
     the other.
 
     Raises:
         BadArgumentError: an array is not on the CPU, is empty or read-only, has overlapping blocks
-            or more than one gap.
+            or more than one gap; an order is of a section that has no array, leaves the block, or
+            has runs that overlap.
     """
 
-    def __init__(self, arrays: Mapping[SectionName, Any]) -> None:
+    def __init__(
+        self,
+        arrays: Mapping[SectionName, Any],
+        orders: Mapping[SectionName, BlockOrder] | None = None,
+    ) -> None:
         self._arrays = dict(arrays)
         self._handle = _ffi.new(_ffi.BlockMemoryHandle)
-        for (kind, layer), array in self._arrays.items():
-            self._handle.add(kind, int64(layer, "layer"), output_array(array, f"{kind} of {layer}"))
+        of_section = self._add_orders(orders or {})
+        for name, array in self._arrays.items():
+            self._add(name, array, of_section.get(name, -1))
+
+    def _add(self, name: Any, array: Any, order: int) -> None:
+        if not isinstance(name, tuple) or len(name) != 2:
+            raise errors.BadArgumentError(
+                f"BlockMemory: {name!r} names no section; a name is (kind, layer)"
+            )
+        kind, layer = text(name[0], "the kind of a section"), int64(name[1], "layer")
+        array = output_array(array, f"{kind} of {layer}")
+        try:
+            self._handle.add(kind, layer, array, order)
+        except (BufferError, RuntimeError) as error:  # of the array's library
+            if isinstance(error, errors.QuireError):
+                raise
+            why = str(error).partition("\n")[0]
+            raise errors.BadArgumentError(
+                f"BlockMemory: the array of {kind} of {layer} cannot be read where it is: {why}"
+            ) from error
+
+    def _add_orders(self, orders: Mapping[SectionName, BlockOrder]) -> dict[SectionName, int]:
+        """The number of each section's order; layers that have the same one keep it once."""
+        numbers: dict[int, int] = {}
+        found = {}
+        for name, order in orders.items():
+            if name not in self._arrays:
+                raise errors.BadArgumentError(f"BlockMemory: no array for the order of {name}")
+            if id(order) not in numbers:
+                offsets = np.ascontiguousarray(order.offsets, np.int64)
+                numbers[id(order)] = int(
+                    self._handle.add_order(
+                        input_array(offsets), int64(order.run_bytes, "run_bytes")
+                    )
+                )
+            found[name] = numbers[id(order)]
+        return found
+
+
+def _handle_of(memory: Any) -> Any:
+    if not isinstance(memory, BlockMemory):
+        raise TypeError(f"memory must be a BlockMemory, not {type(memory).__name__}")
+    return memory._handle
 
 
 class ChunkFetch(_ffi.ClosingOwner):
@@ -173,7 +255,7 @@ class ChunkFetch(_ffi.ClosingOwner):
             BadArgumentError: `i` is not below :attr:`found`.
             NotFoundError: the chunk has no such section.
         """
-        i, layer = int64(i, "i"), int64(layer, "layer")
+        i, layer, kind = int64(i, "i"), int64(layer, "layer"), text(kind, "kind")
         array = np.from_dlpack(self._handle.section(i, kind, layer))
         named = _NUMPY_TYPES.get(str(self._handle.section_type(i, kind, layer)))
         view = array if named is None else array.view(named)
@@ -204,8 +286,8 @@ class ChunkFetch(_ffi.ClosingOwner):
             count = self.ready - operator.index(first)
         self._handle.scatter(
             int64(layer, "layer"),
-            memory._handle,
-            token_ids(blocks),
+            _handle_of(memory),
+            _block_numbers(blocks),
             int64(first, "first"),
             int64(count, "count"),
         )
@@ -223,6 +305,8 @@ class ChunkSpace(_ffi.Owner):
     """
 
     def __init__(self, store: ChunkStore, passport: Mapping[str, Any], salt: bytes) -> None:
+        if not isinstance(passport, Mapping):
+            raise TypeError(f"a passport is a mapping of fields, not {type(passport).__name__}")
         fields = {**_PASSPORT_DEFAULTS, **passport}
         try:
             canonical = json.dumps(
@@ -230,10 +314,15 @@ class ChunkSpace(_ffi.Owner):
             )
         except (TypeError, ValueError) as error:
             raise errors.BadArgumentError(f"ChunkStore.space: the passport: {error}") from None
+        text(canonical, "ChunkStore.space: the passport")
         super().__init__(_ffi.new(_ffi.ChunkSpaceHandle, store._handle, canonical, salt, store.key))
         self._store = store
         self.fingerprint: str = str(self._handle.fingerprint())
         self.chunk_tokens: int = int(self._handle.chunk_tokens())
+
+    def _abandon_after_fork(self) -> None:
+        super()._abandon_after_fork()
+        self._open_handle = None  # as the store, whose locks a thread of the parent may hold
 
     def keys(self, tokens: Tokens, *, extras: Iterable[bytes] = ()) -> list[str]:
         """Keys of the whole chunks of a prompt, stored or not, for :meth:`ChunkStore.pin` and
@@ -279,7 +368,7 @@ class ChunkSpace(_ffi.Owner):
             "extras": _extras(extras),
             "first_chunk": int64(first_chunk, "first_chunk"),
             "prefetch": bool(prefetch),
-            "compute_seconds_per_token": real(
+            "compute_seconds_per_token": _at_least_zero(
                 compute_seconds_per_token, "compute_seconds_per_token"
             ),
         }
@@ -319,7 +408,7 @@ class ChunkSpace(_ffi.Owner):
         options: dict[str, Any] = {
             "extras": _extras(extras),
             "ttl_ms": milliseconds(ttl, "ttl", most=TTL_MAX),
-            "recompute_seconds": real(recompute_seconds, "recompute_seconds"),
+            "recompute_seconds": _at_least_zero(recompute_seconds, "recompute_seconds"),
         }
         if priority is not None:
             options["priority"] = int64(priority, "priority")
@@ -330,7 +419,8 @@ class ChunkSpace(_ffi.Owner):
             whole = BlockMemory({name: _as_block(array) for name, array in sections.items()})
             self._handle.put_sections(ids, index, whole._handle, options)
         elif sections is None and memory is not None and blocks is not None:
-            self._handle.put_blocks(ids, index, memory._handle, token_ids(blocks), options)
+            numbers = _block_numbers(blocks)
+            self._handle.put_blocks(ids, index, _handle_of(memory), numbers, options)
         else:
             raise TypeError("ChunkSpace.put takes either sections, or memory and blocks")
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import operator
 import os
 import struct
@@ -84,6 +85,11 @@ class BlendUsage:
         select_seconds: that comparing took.
     wait_seconds: of `Usage.queue_seconds`, from the first document that was begun to be read or
         computed to the last one.
+    ram_tokens, disk_tokens, redis_tokens: what the chunk store brought for documents before the
+        prompt, by tier; with the tokens before each, where they were not in memory. The prompt then
+        found it in memory.
+    miss: why the store did not bring more of the documents, as :attr:`Usage.miss`; None if it
+        brought all or was not asked. Where it was for several reasons, not "not stored".
     """
 
     approximate: bool = False
@@ -100,6 +106,10 @@ class BlendUsage:
     move_seconds: float = dataclasses.field(default=0.0, compare=False)
     select_seconds: float = dataclasses.field(default=0.0, compare=False)
     wait_seconds: float = dataclasses.field(default=0.0, compare=False)
+    ram_tokens: int = 0
+    disk_tokens: int = 0
+    redis_tokens: int = 0
+    miss: str | None = None
 
 
 def _blend_usage(counts: dict[str, Any]) -> BlendUsage | None:
@@ -109,6 +119,8 @@ def _blend_usage(counts: dict[str, Any]) -> BlendUsage | None:
         value = counts.pop(f"blend.{field.name}", 0)
         if field.type == "float":  # its bits
             value = struct.unpack("<d", struct.pack("<q", value))[0]
+        elif field.name == "miss":
+            value = _miss_name(value)
         fields[field.name] = bool(value) if field.type == "bool" else value
     return BlendUsage(**fields) if counts.pop("blends", 0) else None
 
@@ -487,7 +499,7 @@ class _Request:
         return Result(self.prompt_ids, samples, usage, self.seed)
 
 
-class Engine(_ffi.ThreadOwner):
+class Engine(_ffi.Owner):
     """Runs a language model from a Hugging Face folder (config.json, safetensors, tokenizer.json).
 
     Exact: an answer and its logits depend on the prompt and the options alone, not on what runs
@@ -547,14 +559,16 @@ class Engine(_ffi.ThreadOwner):
         self._inbox: Inbox[_Request] = Inbox(handle.steps())
         self._info = self._read_info()
         self._model_sampling = _sampling.read_model_sampling(self.model_dir)
-        # Where nothing can be blended, the library says what is absent.
-        self._can_blend = bool(whole["blend_piece"] > 0 and whole["prefix_cache"])
-        self._asks_verdict = self._can_blend and not whole["blend_unverified"]
         self._exact = bool(whole["exact"])
         self._kv_types = whole["kv_dtype"] or dtype_name(whole["dtype"])
         self._verdict: BlendVerdict | None = None
         stats = self.stats()
         self._pages, self._page_size = stats["pages_total"], stats["page_size"]
+        # Where nothing can be blended, as with recurrent layers, the library says why.
+        self._can_blend = bool(
+            whole["blend_piece"] > 0 and whole["prefix_cache"] and stats["states_total"] == 0
+        )
+        self._asks_verdict = self._can_blend and not whole["blend_unverified"]
         self._max_num_sequences = int(whole["max_num_sequences"])
         if peers is not None:
             self._attach_peers(peers)
@@ -592,8 +606,8 @@ class Engine(_ffi.ThreadOwner):
         Waits for the digest of the model's files, which is kept.
 
         Args:
-            listen: "HOST:PORT", port 0 being any that is free, or "unix:PATH". One that other
-                machines reach needs `peer_secret_file` of the engine, or TLS.
+            listen: "HOST:PORT", port 0 being any that is free, "ucx:HOST:PORT" or "unix:PATH". One
+                that other machines reach needs `peer_secret_file` of the engine, or TLS.
             peers_max: connections at a time.
             on_refused: is called with the reason, one line, for each connection that is refused: of
                 another model, for example, with the first field that differs and both values. It is
@@ -667,7 +681,8 @@ class Engine(_ffi.ThreadOwner):
 
     def wait_for_store(self) -> None:
         """Waits until the digest of the model's files is known and the store in use; raises what
-        went wrong with that."""
+        went wrong with that. ClosedError once the engine is closed."""
+        _ = self._handle
         if self._attachment is not None:
             self._attachment.wait()
 
@@ -678,11 +693,13 @@ class Engine(_ffi.ThreadOwner):
 
     def flush_store(self, timeout: float = FLUSH_SECONDS) -> None:
         """Puts what is in memory and not in the store, and waits until it is as durable as the
-        store promises. TimeoutError after `timeout` seconds."""
+        store promises. TimeoutError after `timeout` seconds, ClosedError once the engine is
+        closed."""
+        handle = self._handle
         if self._attachment is None:
             return
         self._attachment.wait()
-        self._handle.flush_store(_numbers.milliseconds(timeout, "timeout"))
+        handle.flush_store(_numbers.milliseconds(timeout, "timeout"))
 
     @staticmethod
     def plan_memory(
@@ -723,8 +740,6 @@ class Engine(_ffi.ThreadOwner):
                 attachment.close()
 
     def _abandon_after_fork(self) -> None:
-        """In the child of a fork, which has none of the engine's threads: the engine counts as
-        closed."""
         handle, self._open_handle = self._open_handle, None
         attachment, self._attachment = self._attachment, None
         self._refusals = None
@@ -834,15 +849,19 @@ class Engine(_ffi.ThreadOwner):
 
         pages_total, pages_free, pages_in_use (those of retained sequences among them);
         retained_sequences, retained_tokens, retained_pages (that the prefix cache alone holds);
-        waiting, running (requests); steps, prompt_tokens, cached_tokens, completion_tokens,
-        preemptions; computed_tokens (of prompts and answers, by the steps so far); kv_bytes,
-        kv_bytes_per_token, weight_bytes, page_size (tokens).
+        waiting, running (requests), learning (of those that wait, the engine's own, by which
+        documents of blended prompts are learnt); steps, prompt_tokens, cached_tokens,
+        completion_tokens, preemptions; computed_tokens (of prompts and answers, by the steps so
+        far); kv_bytes, kv_bytes_per_token, weight_bytes, page_size (tokens).
 
         Recurrent layers: states_total, states_free, retained_states (of the prefix cache),
         state_bytes; recomputed_tokens, as in :class:`Usage`.
 
         Guesses: drafted_tokens, accepted_tokens, decode_forwards, as in :class:`Usage`; draft_ns
         (that guessing took).
+
+        Blended prompts: blend_exact_tokens, blend_kept_tokens, blend_moved_tokens,
+        blend_recomputed_tokens, blend_computed_tokens, as in :class:`BlendUsage`.
 
         Chunk store: loading (requests that wait for it), loads, loaded_ram_tokens,
         loaded_disk_tokens, loaded_redis_tokens, load_ns; layer_loads (loads that a forward
@@ -1019,6 +1038,7 @@ class Engine(_ffi.ThreadOwner):
         in_flight: int,
         on_step: Callable[[], None] | None,
     ) -> Generator[tuple[int, Result | errors.QuireError], None, None]:
+        self._inbox.check_may_wait()
         mail = Mail()
         running: dict[int, tuple[int, _Request]] = {}  # by the request's id: its index
         if on_step is not None:
@@ -1128,14 +1148,16 @@ class Engine(_ffi.ThreadOwner):
 
     def _auto_ratio(self, tokens: int) -> float:
         """The part of `tokens` tokens that is computed in the time that loading takes, by what the
-        two have taken so far."""
-        stats = self.stats()
+        two have taken so far; in steps of 0.05, as speeds are never equal, and the next turn of a
+        conversation goes on from this one only with the same ratio."""
+        stats = self.stats(wait=False)
         if not stats["compute_ns_per_token"]:  # nothing was measured
             return RATIO_FLOOR
         loaded = sum(stats[f"loaded_{tier}_tokens"] for tier in ("ram", "disk", "redis"))
         load_ns = stats["load_ns"] / loaded if loaded else 0.0
         seconds = tokens * 1e-9
-        return recompute_ratio(stats["compute_ns_per_token"] * seconds, load_ns * seconds)
+        ratio = recompute_ratio(stats["compute_ns_per_token"] * seconds, load_ns * seconds)
+        return min(1.0, math.ceil(ratio * 20 - 1e-6) / 20)
 
     def blend_verdict(self) -> BlendVerdict | None:
         """What `quire blend eval` found about this model with these types of KV; None: it was not
@@ -1143,6 +1165,7 @@ class Engine(_ffi.ThreadOwner):
 
         Raises:
             CorruptError: the file of the verdict is damaged.
+            IoError: it cannot be read.
         """
         if self._verdict is None:
             self._verdict = _blend_verdict.find(self._blend_fingerprint())
@@ -1161,16 +1184,26 @@ class Engine(_ffi.ThreadOwner):
     def _composed(self, prompt: Prompt, options: SamplingOptions) -> _documents.Composed:
         """The prompt's tokens, and which of them are documents."""
         documents = options.get("documents")
+        if isinstance(documents, np.ndarray):  # which compares and tells its truth by elements
+            documents = documents.tolist()
+        of_messages = _is_chat(prompt) and _documents.count_in(cast(Sequence[Message], prompt))
         if documents == _documents.AUTO:
             if options.get("blend") is None:
                 raise errors.BadArgumentError(
                     'documents: "auto" looks for documents whose KV can be blended; give blend'
                 )
+            if of_messages:
+                raise errors.bad_option(
+                    "documents",
+                    'documents: "auto" looks for documents, and a message names some as its '
+                    "parts; leave one of them out",
+                )
             ids = self._prompt_ids(prompt, options.get("template_args"))
             return _documents.Composed(ids, None)
-        if isinstance(documents, (str, bytes, Mapping)):
+        is_list = isinstance(documents, Iterable) and not isinstance(documents, (bytes, Mapping))
+        if isinstance(documents, str) or not (documents is None or is_list):
             raise TypeError(f'documents is a list, or "auto", not {type(documents).__name__}')
-        if not documents:
+        if not documents and not of_messages:
             if options.get("blend") is not None:
                 raise errors.BadArgumentError("blend: there are no documents; give some")
             return _documents.Composed(self._prompt_ids(prompt, options.get("template_args")), [])
@@ -1178,7 +1211,9 @@ class Engine(_ffi.ThreadOwner):
         if _is_chat(prompt):
             messages = check_messages(list(cast(Sequence[Message], prompt)))
             variables = _template_args(options.get("template_args"))
-            texts = _documents.texts_of(documents)
+            if self.tokenizer.chat_template is not None:
+                self.tokenizer.chat_template.check_variables(variables)
+            texts = _documents.texts_of(documents or ())
             return _documents.compose_chat(self.tokenizer, messages, texts, variables)
         if isinstance(prompt, str):
             texts = _documents.texts_of(documents)
@@ -1189,7 +1224,7 @@ class Engine(_ffi.ThreadOwner):
     def document_ranges(
         self, prompt: Prompt, **options: Unpack[SamplingOptions]
     ) -> list[tuple[int, int]]:
-        """Where the `documents` of a prompt are among its tokens: (begin, end) of each. With
+        """Where the documents of a prompt are among its tokens: (begin, end) of each. With
         :attr:`Result.prompt_ids` they stand for the same prompt."""
         _options.check_names("an answer", options, _options.SAMPLING)
         found = self._composed(prompt, options).documents
@@ -1216,7 +1251,7 @@ class Engine(_ffi.ThreadOwner):
         Without it the first prompt with a document computes it before its own tokens.
 
         Args:
-            documents: texts.
+            documents: texts; those that are parts of `prompt` are computed, too.
             prompt: like those that will come. KV of a document is that behind the beginning of the
                 prompt (the template's, with a system message). None: a chat without a system
                 message, or a bare text where the model has no template.
@@ -1235,23 +1270,27 @@ class Engine(_ffi.ThreadOwner):
         if prompt is None:
             is_chat = self.has_tokenizer and self.tokenizer.chat_template is not None
             prompt = [{"role": "user", "content": ""}] if is_chat else ""
-        usages: dict[int, Usage] = {}
-        requests = []
-        for chain, begin in self._composed(prompt, options).chains(self._info.bos_token_id):
-            of_chain: SamplingOptions = {"max_tokens": 0}
-            if cache_salt is not None:
-                of_chain["cache_salt"] = cache_salt
-            if self._can_blend:  # exact, and the engine knows which tokens the document has
-                of_chain["documents"] = [(begin, len(chain))]
-                of_chain["blend"] = {"ratio": 1, "learn": False}
+        composed = self._composed(prompt, options)
+
+        def requests() -> Iterator[tuple[Prompt, SamplingOptions]]:
+            for chain, begin in composed.chains(self._info.bos_token_id):
+                of_chain: SamplingOptions = {"max_tokens": 0}
+                if cache_salt is not None:
+                    of_chain["cache_salt"] = cache_salt
+                if self._can_blend:  # exact, and the engine knows which tokens the document has
+                    of_chain["documents"] = [(begin, len(chain))]
+                    of_chain["blend"] = {"ratio": 1, "learn": False}
+                yield chain, of_chain
+
+        for chain, of_chain in requests():  # none is computed if one is refused
             self.check(chain, **of_chain)
-            requests.append((cast(Prompt, chain), of_chain))
-        with contextlib.closing(self.generate_each(requests)) as outcomes:
+        usages: dict[int, Usage] = {}
+        with contextlib.closing(self.generate_each(requests())) as outcomes:
             for index, outcome in outcomes:
                 if isinstance(outcome, errors.QuireError):
                     raise outcome
                 usages[index] = dataclasses.replace(outcome.usage, blend=None)
-        return [usages[index] for index in range(len(requests))]
+        return [usages[index] for index in range(len(usages))]
 
     def _submit(self, made: _NewRequest, mail: Mail, keep: bool = True) -> _Request:
         seed = made.sampling["seed"] % 2**64 if _sampling.draws(made.sampling) else None
@@ -1482,15 +1521,16 @@ class Stream(Iterator[Piece]):
         self._engine = engine
         self._mail = Mail()
         made = engine._make_request(prompt, options)
+        self._on_step = on_step
+        if on_step is not None:  # before the first step can be over
+            engine._inbox.tickers.add(self._mail)
         try:
             self._request = engine._submit(made, self._mail, keep)
             self._open = True
         except BaseException:
+            engine._inbox.tickers.discard(self._mail)
             engine._drop_all(self._mail)
             raise
-        self._on_step = on_step
-        if on_step is not None:
-            engine._inbox.tickers.add(self._mail)
         self._steps = 0
         self._ready: collections.deque[Piece] = collections.deque()
         self._error: BaseException | None = None
@@ -1499,6 +1539,8 @@ class Stream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         with self._turn:
+            if self._open and not self._ready:
+                self._engine._inbox.check_may_wait()
             try:
                 while not self._ready and self._error is None and self._result is None:
                     if not self._open:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from quire import errors
 from quire._home import cache_dir, write_whole
-from quire._model_folder import GGUF_WEIGHTS
+from quire._model_folder import GGUF_WEIGHTS, has_safetensors
 
-__all__ = ["keep_source", "kept_identity", "model_identity"]
+__all__ = ["files_digest", "keep_source", "kept_identity", "model_identity"]
 
 # In a packed folder: what it was made of.
 _SOURCE = "quire_source.json"
@@ -91,14 +91,15 @@ def _own_identity(folder: Path, stop: threading.Event | None) -> dict[str, str]:
     tokenizer = folder / "tokenizer.json"
     return {
         "model": str((config.get("architectures") or ["unknown"])[0]),
-        "revision": _digest(_weights(folder), stop),
-        "tokenizer": _digest([tokenizer], stop) if tokenizer.is_file() else "",
+        "revision": files_digest(_weights(folder), stop),
+        "tokenizer": files_digest([tokenizer], stop) if tokenizer.is_file() else "",
     }
 
 
 def _weights(folder: Path) -> list[Path]:
     gguf = folder / GGUF_WEIGHTS
-    files = sorted(folder.glob("*.safetensors")) or [gguf] * gguf.is_file()
+    is_gguf = gguf.is_file() and not has_safetensors(folder)
+    files = [gguf] if is_gguf else sorted(folder.glob("*.safetensors"))
     return [folder / "config.json", *files]
 
 
@@ -122,7 +123,7 @@ def _keep(folder: Path, facts: dict[str, object]) -> None:
         write_whole(place, json.dumps(facts))
 
 
-def _digest(files: Sequence[Path], stop: threading.Event | None) -> str:
+def files_digest(files: Sequence[Path], stop: threading.Event | None) -> str:
     """A digest of the names and contents of files, independent of their folder. Hashing releases
     Python's lock, so the files of a large model are read in parallel."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

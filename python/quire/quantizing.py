@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quire import _float8, _q4k, errors
-from quire._model_folder import GGUF_WEIGHTS
+from quire._model_folder import GGUF_WEIGHTS, safetensors_files
 from quire._new_folder import check_free, check_room, new_folder
 from quire._safetensors_header import FLOATS, StoredTensor, as_float32, read_header
 from quire.packing import copy_other_files
@@ -171,11 +171,14 @@ def quantize_model(
 def _configuration(source: Path) -> dict[str, Any]:
     path = source / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise errors.CorruptError(f"{path}: is no JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("architectures", []), list):
-        raise errors.CorruptError(f'{path}: is no JSON object with a list "architectures"')
+    names = config.get("architectures") or [] if isinstance(config, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise errors.CorruptError(
+            f'{path}: is no JSON object whose "architectures" are a list of names'
+        )
     return config
 
 
@@ -224,7 +227,7 @@ def _plan(
 
 
 def _stored(source: Path, block: tuple[int, int] | None) -> Iterator[_Tensor]:
-    files = sorted(source.glob("*.safetensors"))
+    files = safetensors_files(source)
     if not files:
         raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise")
     found = {stored.name: stored for path in files for stored in read_header(path)}

@@ -43,6 +43,10 @@ class _Served(_ffi.ClosingOwner):
         self._server.close()
         super().close()
 
+    def _abandon_after_fork(self) -> None:
+        _ffi.leak(self._server)
+        _ffi.ClosingOwner._abandon_after_fork(self)
+
 
 class LookupBufferServer(_Served, LookupBuffer):
     """The producer's side: a lookup buffer that consumers in other processes take from.
@@ -82,6 +86,8 @@ class RemoteLookupBuffer(LookupBuffer):
     is put back on the server.
     """
 
+    _abandon_after_fork = _ffi.ClosingOwner._abandon_after_fork  # the connection is the parent's
+
     def __init__(
         self, endpoint: str, *, secret: str = "", connect_timeout: float = _CONNECT_TIMEOUT
     ) -> None:
@@ -117,6 +123,8 @@ class RemoteStoreBuffer(StoreBuffer):
     """
 
     _OUTAGES = (errors.UnavailableError, errors.RemoteError)
+
+    _abandon_after_fork = _ffi.ClosingOwner._abandon_after_fork  # the connection is the parent's
 
     def __init__(
         self,

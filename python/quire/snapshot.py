@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire import _ffi
+from quire._arrays import int_list
+from quire._numbers import int64, octets
 from quire.identity import model_identity
 
 if TYPE_CHECKING:
@@ -149,7 +151,7 @@ def save(
     """
     identity = model_identity(engine.model_dir)
     contents = {**identity, **_contents(tokens, sampler, block_tokens)}
-    contents["cache_salt"] = _bytes(cache_salt)
+    contents["cache_salt"] = octets(cache_salt, "cache_salt")
     return int(engine.__tvm_ffi_object__().save_snapshot(contents, os.fspath(path)))
 
 
@@ -175,7 +177,7 @@ def restore(
     """
     identity = model_identity(engine.model_dir)
     handle = engine.__tvm_ffi_object__()
-    salt = _bytes(cache_salt)
+    salt = octets(cache_salt, "cache_salt")
     return _read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics, salt))
 
 
@@ -222,15 +224,11 @@ def restore_sequence(
     return _read_info(handle.load_snapshot(seq_id, dict(identity), os.fspath(path), any_numerics))
 
 
-def _bytes(salt: str | bytes) -> bytes:
-    return salt.encode() if isinstance(salt, str) else bytes(salt)
-
-
 def _contents(tokens: Sequence[int], sampler: bytes, block_tokens: int) -> dict[str, Any]:
     return {
-        "block_tokens": block_tokens,
-        "tokens": np.asarray(tokens, dtype=np.int64),
-        "sampler": bytes(sampler),
+        "block_tokens": int64(block_tokens, "block_tokens"),
+        "tokens": np.asarray(int_list(tokens, "tokens"), dtype=np.int64),
+        "sampler": octets(sampler, "sampler"),
         "created_ms": time.time_ns() // 1_000_000,
     }
 

@@ -28,7 +28,7 @@ import numpy as np
 from quire import _ffi, _options, errors, redis_url
 from quire._arrays import int_list
 from quire._key_file import read_key_file
-from quire._numbers import checked_fields, int64, milliseconds, text
+from quire._numbers import checked_fields, int64, milliseconds, octets, text
 from quire._options import ChunkStoreOptions
 from quire.chunk_space import ChunkSpace
 from quire.identity import model_identity
@@ -130,6 +130,15 @@ class Prefetched:
     miss: str | None
 
 
+def _fingerprint(passport: Any) -> str:
+    if not isinstance(passport, Passport):
+        raise TypeError(
+            "passport must be a quire.Passport, as ChunkStore.passports() gives them, not "
+            f"{type(passport).__name__}"
+        )
+    return passport.fingerprint
+
+
 def chunk_keys(
     passport: Passport, tokens: Sequence[int], *, cache_salt: str | bytes = b""
 ) -> list[str]:
@@ -144,9 +153,23 @@ def chunk_keys(
         BadArgumentError: an id that int32 cannot hold.
     """
     keys = _ffi.function("chunk_keys")(
-        passport.fingerprint, _salt(cache_salt), _ids(tokens), passport.chunk_tokens
+        _fingerprint(passport), _salt(cache_salt), _ids(tokens), passport.chunk_tokens
     )
     return [str(key) for key in keys]
+
+
+def _folder(directory: Any) -> str:
+    """Its path. The system would take one with a NUL as the part before."""
+    if not isinstance(directory, (str, os.PathLike)):
+        raise errors.BadArgumentError(
+            f"ChunkStore: directory must be a path, not {type(directory).__name__}"
+        )
+    path = os.fspath(Path(directory))
+    if not os.fspath(directory) or "\0" in path:
+        raise errors.BadArgumentError(
+            "ChunkStore: directory is empty or has a NUL in it; give a folder, or None"
+        )
+    return path
 
 
 def _key_bytes(key: bytes) -> bytes:
@@ -157,7 +180,7 @@ def _key_bytes(key: bytes) -> bytes:
 
 def _with_url(whole: Mapping[str, Any]) -> dict[str, Any]:
     """Options with what the URL of Redis has in their places."""
-    place = redis_url.parse(whole["redis"])
+    place = redis_url.parse(text(whole["redis"], "ChunkStore: redis"))
     found = {**whole, "redis": place.endpoints}
     for name in _IN_URL:
         in_url: str = getattr(place, name)
@@ -192,10 +215,8 @@ class ChunkStore(_ffi.ClosingOwner):
     ) -> None:
         whole = _options.whole_store(options)
         self.key = whole["key"] = _key_bytes(whole["key"])
-        if directory is not None and not os.fspath(directory):
-            raise errors.BadArgumentError("ChunkStore: directory is empty; give a folder, or None")
         fields = _options.store_fields(_with_url(whole))
-        fields["directory"] = "" if directory is None else os.fspath(Path(directory))
+        fields["directory"] = "" if directory is None else _folder(directory)
         super().__init__(_ffi.new(_ffi.ChunkStoreHandle, checked_fields(fields)))
 
     @property
@@ -249,7 +270,7 @@ class ChunkStore(_ffi.ClosingOwner):
                 created=int(fields["created_ms"]) / 1000,
                 expires=_expiry(fields),
             )
-            for fields in self._handle.list(tier)
+            for fields in self._handle.list(_tier(tier))
         ]
 
     def get(self, tier: Tier, key: str) -> StoredChunk:
@@ -260,7 +281,7 @@ class ChunkStore(_ffi.ClosingOwner):
             CorruptError: it was damaged, and is gone now.
             UnavailableError: the tier does not answer.
         """
-        fields = self._handle.get(tier, key)
+        fields = self._handle.get(_tier(tier), text(key, "key"))
         return StoredChunk(
             key=str(fields["key"]),
             fingerprint=str(fields["fingerprint"]),
@@ -302,7 +323,7 @@ class ChunkStore(_ffi.ClosingOwner):
         tokens: ids, [n].
         """
         keys = chunk_keys(passport, tokens, cache_salt=cache_salt)
-        known = self._handle.known_prefix(passport.fingerprint, _salt(cache_salt), keys)
+        known = self._handle.known_prefix(_fingerprint(passport), _salt(cache_salt), keys)
         return min(int(known) * passport.chunk_tokens, len(tokens))
 
     def prefetch(
@@ -322,7 +343,7 @@ class ChunkStore(_ffi.ClosingOwner):
             BadArgumentError: a passport that this store does not know (:meth:`passports`).
         """
         fields = self._handle.prefetch(
-            passport.fingerprint,
+            _fingerprint(passport),
             _salt(cache_salt),
             _ids(tokens),
             passport.chunk_tokens,
@@ -352,7 +373,7 @@ class ChunkStore(_ffi.ClosingOwner):
             BadArgumentError: a negative number, or more guaranteed than allowed.
         """
         self._handle.set_quota(
-            passport.fingerprint,
+            _fingerprint(passport),
             _salt(cache_salt),
             int64(bytes_max, "bytes_max"),
             int64(bytes_guaranteed, "bytes_guaranteed"),
@@ -365,7 +386,7 @@ class ChunkStore(_ffi.ClosingOwner):
             TimeoutError: some of them are being written still; call again.
             UnavailableError: Redis does not answer.
         """
-        return int(self._handle.clear(passport.fingerprint, _salt(cache_salt)))
+        return int(self._handle.clear(_fingerprint(passport), _salt(cache_salt)))
 
     # ---- Chunks by their keys
 
@@ -428,12 +449,12 @@ class ChunkStore(_ffi.ClosingOwner):
 
     def verify(self, tier: Tier) -> int:
         """Reads and checks everything in the tier; damaged chunks are removed. How many were."""
-        return int(self._handle.verify(tier))
+        return int(self._handle.verify(_tier(tier)))
 
     def gc(self, tier: Tier) -> int:
         """Removes what is expired, over the quota, or left over by a process that died. The bytes
         that are free now."""
-        return int(self._handle.collect_garbage(tier))
+        return int(self._handle.collect_garbage(_tier(tier)))
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> None:
         """Waits until all that was put is as durable as promised. TimeoutError after `timeout`
@@ -476,8 +497,12 @@ def _passport(fields: Any) -> Passport:
     )
 
 
+def _tier(tier: Any) -> str:
+    return text(tier, "tier")
+
+
 def _salt(salt: str | bytes) -> bytes:
-    return text(salt, "cache_salt").encode() if isinstance(salt, str) else bytes(salt)
+    return octets(salt, "cache_salt")
 
 
 def _ids(tokens: Sequence[int]) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire import errors
+from quire import _documents, errors
 from quire._model_folder import check_not_lfs_pointer
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ __all__ = ["Detokenizer", "Message", "StopStrings", "Tokenizer", "check_messages
 
 Message = Mapping[str, Any]
 """One message of a chat: {"role": "user", "content": "..."}; further fields go to the template as
-they are."""
+they are. A content may be a list of parts. If one of them is {"type": "document", "text": "..."},
+all others are of this form or {"type": "text", "text": "..."}, and the template gets one text."""
 
 _REPLACEMENT = "\ufffd"
 # The special tokens that transformers hands to a template by name.
@@ -105,8 +106,7 @@ class Tokenizer:
     @functools.cached_property
     def special_tokens(self) -> Mapping[int, str]:
         """Those that a text is decoded without, by their id."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        return {id: token.content for id, token in added.items() if token.special}
+        return {id: token.content for id, token in self._added.items() if token.special}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. BadArgumentError for text that is no Unicode (lone surrogates)."""
@@ -120,10 +120,12 @@ class Tokenizer:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of a chat that waits for its next answer.
+        """Token ids of a chat that waits for its next answer. Documents in it are tokenised apart.
 
         BadArgumentError for models without a template.
         """
+        if _documents.count_in(messages):
+            return _documents.compose_chat(self, messages, (), variables).ids
         if self.chat_template is None:
             raise errors.BadArgumentError(
                 "this model has no chat template: give its prompt as plain text"
@@ -140,13 +142,13 @@ class Tokenizer:
         """The bytes that each id adds to a text; none for ids that stand for nothing and for
         special tokens, but for those of `special_texts`. BadArgumentError for a kind of vocabulary
         whose bytes are not known here."""
-        kind = _kind_of_decoder(json.loads(self._tokenizer.to_str()).get("decoder"))
+        kind = self._kind
         if kind is None:
             raise errors.BadArgumentError(
                 f"{self._path}: grammars need the bytes of each token, and Quire does not know "
                 "those of this kind of tokenizer (byte-level and byte-fallback BPE are known)"
             )
-        added = self._tokenizer.get_added_tokens_decoder()
+        added = self._added
         found = [b""] * self.vocab_size
         for token, id in self._tokenizer.get_vocab(with_added_tokens=True).items():
             if id in added:
@@ -155,6 +157,27 @@ class Tokenizer:
                 found[id] = content.encode() if is_text else b""
             elif id < len(found):
                 found[id] = _token_bytes(token, kind)
+        return found
+
+    def bytes_of(self, id: int) -> bytes | None:
+        """The bytes of one id, of a special token those of its name; None where they are not known:
+        for ids that stand for nothing, and for kinds as of :meth:`token_bytes`."""
+        if id in self._added:
+            content: str = self._added[id].content
+            return content.encode()
+        token = self._tokenizer.id_to_token(id)
+        return None if token is None or self._kind is None else _token_bytes(token, self._kind)
+
+    @functools.cached_property
+    def _kind(self) -> str | None:
+        """As of `_kind_of_decoder`."""
+        decoder = self._tokenizer.decoder
+        return None if decoder is None else _kind_of_decoder(json.loads(decoder.__getstate__()))
+
+    @functools.cached_property
+    def _added(self) -> dict[int, Any]:
+        """The added tokens by their id."""
+        found: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         return found
 
     @contextlib.contextmanager

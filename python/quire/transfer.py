@@ -22,7 +22,7 @@ import numpy as np
 
 from quire import _ffi, errors
 from quire._arrays import int_list
-from quire._numbers import int64, nanoseconds, text
+from quire._numbers import int64, nanoseconds, octets, text
 
 __all__ = [
     "LocalChannel",
@@ -155,8 +155,8 @@ class TransferPeer(_ffi.ClosingOwner):
         window_bytes: int = 64 << 20,
         send_wait: float = 0.25,
     ) -> TransferPeer:
-        """Connects to a :class:`TransferListener`: ``"ADDRESS:PORT"`` over TCP, ``"unix:PATH"``
-        through shared memory.
+        """Connects to a :class:`TransferListener`: ``"ADDRESS:PORT"`` over TCP,
+        ``"ucx:ADDRESS:PORT"`` over UCX, ``"unix:PATH"`` through shared memory.
 
         Args:
             state: a cache or composite state whose layers, types, RoPE and kernels are those of all
@@ -228,11 +228,10 @@ class TransferPeer(_ffi.ClosingOwner):
         BadStateError without a receiving state, TooLargeError for a job or map of more than 1 MiB,
         UnavailableError and the like when the connection is over.
         """
-        salt = cache_salt.encode() if isinstance(cache_salt, str) else bytes(cache_salt)
         fields = {
             "id": int64(job, "job"),
             "tokens": np.asarray(int_list(tokens, "tokens"), np.int64),
-            "salt": salt,
+            "salt": octets(cache_salt, "cache_salt"),
             "deadline_ns": _NO_DEADLINE if timeout is None else nanoseconds(timeout, "timeout"),
         }
         if job == 0 and len(tokens) > 0:

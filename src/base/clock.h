@@ -15,6 +15,11 @@ inline constexpr int64_t kNsPerMs = 1'000'000;
 // A moment on Clock::SteadyNs, and the one that never comes.
 inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
+// `ns` after a moment; kNever if that is too far. REQUIRES: neither is negative.
+inline int64_t MomentAfter(int64_t moment_ns, int64_t ns) {
+  return ns > kNever - moment_ns ? kNever : moment_ns + ns;
+}
+
 // Waits until `is_over()` or the moment `until_ns`; false if it is not over then. `lock` guards
 // what is_over reads, and a thread that changes it notifies `changed`.
 template <typename IsOver>

@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -5,6 +7,7 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/blocked_signals.h"
@@ -95,6 +98,12 @@ class ThreadPool final : public ParallelRunner {
   static constexpr uint32_t kOpen = uint32_t{1} << 31;
 
   void Stop() {
+    if (::getpid() != process_) {
+      // The child of a fork has none of the threads, and to join them would read memory that is not
+      // theirs any more. What stands for them is left as it is.
+      static_cast<void>(new std::vector<std::thread>(std::move(workers_)));
+      return;
+    }
     stop_.store(true, std::memory_order_relaxed);
     Announce();
     for (std::thread& worker : workers_) worker.join();
@@ -139,6 +148,7 @@ class ThreadPool final : public ParallelRunner {
     }
   }
 
+  const pid_t process_ = ::getpid();
   alignas(kApart) std::atomic<uint32_t> announced_{0};  // jobs so far
   std::atomic<bool> stop_{false};
   std::atomic<bool> running_{false};

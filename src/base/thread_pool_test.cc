@@ -1,4 +1,6 @@
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <limits>
@@ -7,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/float_environment.h"
+#include "base/testing/host_float_environment.h"
 #include "quire/seams.h"
 
 namespace quire {
@@ -55,6 +57,21 @@ TEST(ThreadPool, OneThreadRunsInOrderInTheCaller) {
 
 TEST(ThreadPool, ZeroMeansTheUsableCores) {
   EXPECT_GE(CreateThreadPool(0).value()->worker_count(), 1);
+}
+
+TEST(ThreadPool, TheChildOfAForkDoesNotJoinTheThreadsOfItsParent) {
+  auto pool = CreateThreadPool(8).value();
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    int sum = 0;
+    pool->ParallelFor(4, [&](int64_t index, int) { sum += static_cast<int>(index); });
+    pool.reset();
+    ::_exit(sum == 6 ? 7 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
 }
 
 TEST(ThreadPool, ANumberOfThreadsOutOfRangeIsBadArgument) {
@@ -114,30 +131,21 @@ TEST(ThreadPool, TakesACallableByAnyReference) {
   EXPECT_EQ(calls.load(), 9);
 }
 
-#if defined(__x86_64__)
-constexpr unsigned kFlushToZeroAndDenormalsAreZero = 0x8040;
-constexpr unsigned kExceptionFlags = 0x3F;
-
 TEST(ThreadPool, TasksRunInTheDefaultFloatEnvironmentAndTheCallersComesBack) {
   for (const int threads : {1, 2}) {
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(before | kFlushToZeroAndDenormalsAreZero);
+    const HostFloatEnvironment host(kFlushSubnormals);
     const auto pool =
         CreateThreadPool(threads).value();  // workers inherit the creator's environment
     std::atomic<int> wrong{0};
-    pool->ParallelFor(64, [&](int64_t, int) {
-      if ((_mm_getcsr() & ~kExceptionFlags) != 0x1F80) wrong.fetch_add(1);
-    });
-    pool->ParallelFor(1, [&](int64_t, int) {
-      if ((_mm_getcsr() & ~kExceptionFlags) != 0x1F80) wrong.fetch_add(1);
-    });
-    const unsigned after = _mm_getcsr();
-    _mm_setcsr(before);
+    const auto look = [&](int64_t, int) {
+      if (FloatControl() != kDefaultFloatControl) wrong.fetch_add(1);
+    };
+    pool->ParallelFor(64, look);
+    pool->ParallelFor(1, look);
     EXPECT_EQ(wrong.load(), 0);
-    EXPECT_EQ(after, before | kFlushToZeroAndDenormalsAreZero);
+    EXPECT_TRUE(host.IsInForce());
   }
 }
-#endif
 
 }  // namespace
 }  // namespace quire

@@ -16,24 +16,24 @@ struct Stored<DType::kF32> {
   static Number Narrow(float number) { return number; }
 };
 
-// The numbers are copied to a block that nothing else points to: else the compiler makes no vectors
-// of a loop over keys that turn in place. kCount is `count`, or 0: any one up to kPairBlock.
+// Results go to a block that nothing else points to: else the compiler makes no vectors of a loop
+// over keys that turn in place. kCount is `count`, or 0: any one up to kPairBlock.
 template <DType kType, int64_t kCount>
 void TurnHalves(const std::byte* from_x, const std::byte* from_y, int64_t count, const float* cos,
                 const float* sin, std::byte* to_x, std::byte* to_y) {
   using Number = typename Stored<kType>::Number;
   if constexpr (kCount > 0) count = kCount;
+  const auto* const old_x = reinterpret_cast<const Number*>(from_x);
+  const auto* const old_y = reinterpret_cast<const Number*>(from_y);
   Number x[kPairBlock];
   Number y[kPairBlock];
-  const size_t bytes = static_cast<size_t>(count) * sizeof(Number);
-  std::memcpy(x, from_x, bytes);
-  std::memcpy(y, from_y, bytes);
   for (int64_t i = 0; i < count; ++i) {
-    const float x0 = Stored<kType>::Widen(x[i]);
-    const float y0 = Stored<kType>::Widen(y[i]);
+    const float x0 = Stored<kType>::Widen(old_x[i]);
+    const float y0 = Stored<kType>::Widen(old_y[i]);
     x[i] = Stored<kType>::Narrow(x0 * cos[i] - y0 * sin[i]);
     y[i] = Stored<kType>::Narrow(y0 * cos[i] + x0 * sin[i]);
   }
+  const size_t bytes = static_cast<size_t>(count) * sizeof(Number);
   std::memcpy(to_x, x, bytes);
   std::memcpy(to_y, y, bytes);
 }
@@ -43,15 +43,15 @@ void TurnNeighbours(const std::byte* from, int64_t count, const float* cos, cons
                     std::byte* to) {
   using Number = typename Stored<kType>::Number;
   if constexpr (kCount > 0) count = kCount;
+  const auto* const old = reinterpret_cast<const Number*>(from);
   Number both[2 * kPairBlock];
-  const size_t bytes = 2 * static_cast<size_t>(count) * sizeof(Number);
-  std::memcpy(both, from, bytes);
   for (int64_t i = 0; i < count; ++i) {
-    const float x0 = Stored<kType>::Widen(both[2 * i]);
-    const float y0 = Stored<kType>::Widen(both[2 * i + 1]);
+    const float x0 = Stored<kType>::Widen(old[2 * i]);
+    const float y0 = Stored<kType>::Widen(old[2 * i + 1]);
     both[2 * i] = Stored<kType>::Narrow(x0 * cos[i] - y0 * sin[i]);
     both[2 * i + 1] = Stored<kType>::Narrow(y0 * cos[i] + x0 * sin[i]);
   }
+  const size_t bytes = 2 * static_cast<size_t>(count) * sizeof(Number);
   std::memcpy(to, both, bytes);
 }
 

@@ -80,6 +80,7 @@ TEST(SelectTokens, BudgetsAreCutOff) {
   EXPECT_EQ(counts({0, 8, 14, 18}, 0.2), (std::vector<int32_t>{0, 1, 2, 2}));
   EXPECT_EQ(counts({0, 1, 2, 4}, 0.5), (std::vector<int32_t>{0, 0, 0, 1}));
   EXPECT_EQ(counts({0, 100}, 0.53), (std::vector<int32_t>{0, 53}));
+  EXPECT_EQ(counts({0, 100}, 0.29), (std::vector<int32_t>{0, 29})) << "the product is below 29";
   EXPECT_EQ(counts({0, 0, 3, 3}, 1.0), (std::vector<int32_t>{0, 0, 3, 3}));
   EXPECT_EQ(counts({0}, 1.0), (std::vector<int32_t>{0}));
 }

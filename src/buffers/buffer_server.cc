@@ -21,6 +21,8 @@ namespace {
 
 // Queries that arrive at once, of the largest size, over all connections.
 constexpr int64_t kQueriesAtOnce = 4;
+// A process without a file descriptor left is told of each newcomer again and again.
+constexpr int64_t kAcceptAgainNs = 500 * kNsPerMs;
 
 class SocketServer final : public BufferServer {
  public:
@@ -81,17 +83,18 @@ class SocketServer final : public BufferServer {
 
   void Turn(std::vector<PollEntry>* entries) {
     const bool has_room = static_cast<int64_t>(connections_.size()) < connections_max_;
+    const int64_t now = clock_->SteadyNs();
+    const bool may_accept = now >= accept_from_ns_;
     entries->clear();
     entries->push_back({.fd = waker_.fd(), .wants_read = true});
-    entries->push_back({.fd = listener_.fd(), .wants_read = has_room});
-    int64_t deadline = kNever;
+    entries->push_back({.fd = listener_.fd(), .wants_read = has_room && may_accept});
+    int64_t deadline = may_accept ? kNever : accept_from_ns_;
     for (const Connection& connection : connections_) {
       entries->push_back({.fd = connection.socket.fd(),
                           .wants_read = connection.session->accepts_input(),
                           .wants_write = connection.session->has_output()});
       deadline = std::min(deadline, connection.session->next_deadline());
     }
-    const int64_t now = clock_->SteadyNs();
     PollSockets(*entries, deadline == kNever ? kNever : std::max<int64_t>(0, deadline - now));
     if ((*entries)[0].can_read) waker_.Clear();
     size_t i = 2;
@@ -138,6 +141,7 @@ class SocketServer final : public BufferServer {
 
   void Accept() {
     Result<Socket> socket = listener_.Accept();
+    if (!socket.ok()) accept_from_ns_ = clock_->SteadyNs() + kAcceptAgainNs;
     if (!socket.ok() || !socket->is_open()) return;
     std::byte nonce[wire::kNonceBytes];
     FillRandom(nonce);
@@ -173,6 +177,7 @@ class SocketServer final : public BufferServer {
   Socket listener_;
   const Waker waker_;
   const int64_t connections_max_;
+  int64_t accept_from_ns_ = 0;  // of the thread
   std::vector<std::byte> read_buffer_;
   Connections connections_;  // of the thread
   std::atomic<int64_t> open_connections_ = 0;

@@ -68,8 +68,8 @@ class RemoteLookupBuffer final : public LookupBuffer {
  private:
   Result<std::optional<Handover>> TakeOnce(const LookupQuery& query, Timeout timeout) {
     const int64_t now = clock_->SteadyNs();
-    const bool is_for_ever = !timeout || timeout->count() > kNever - now;
-    const int64_t until = is_for_ever ? kNever : now + timeout->count();
+    const int64_t until = timeout ? MomentAfter(now, timeout->count()) : kNever;
+    const bool is_for_ever = until == kNever;
     Message message{.opcode = Opcode::kTake};
     // Time that is spent in this process is little against what the server waits.
     wire::FieldWriter(&message.fields).Add(is_for_ever ? int64_t{-1} : timeout->count());

@@ -19,8 +19,6 @@ using wire::Opcode;
 // from it: those to the requests, and as many to pings and acknowledgements.
 constexpr int64_t kAnswersPerRequest = 2;
 
-int64_t After(int64_t now_ns, int64_t ns) { return ns > kNever - now_ns ? kNever : now_ns + ns; }
-
 Status Malformed(const std::string& what) {
   return Status(StatusCode::kRemote, "the request is malformed: " + what);
 }
@@ -41,7 +39,7 @@ ServerSession::ServerSession(ServedBuffers* served,
       now_ns_(now_ns),
       heard_ns_(now_ns),
       sent_ns_(now_ns),
-      state_deadline_ns_(After(now_ns, served->dead_after_ns)) {
+      state_deadline_ns_(MomentAfter(now_ns, served->dead_after_ns)) {
   hello_.requests_max = static_cast<uint32_t>(served->requests_max);
   hello_.heartbeat_ms =
       static_cast<uint32_t>(std::max<int64_t>(1, served->heartbeat_ns / kNsPerMs));
@@ -91,10 +89,11 @@ void ServerSession::Tick(int64_t now_ns) {
     state_ = State::kOver;
   } else if (state_ != State::kOpen) {
     Fail(Status(StatusCode::kTimeout, "no complete hello within the time allowed"));
-  } else if (accepts_input() && now_ns >= After(heard_ns_, served_->dead_after_ns)) {
+  } else if (accepts_input() && now_ns >= MomentAfter(heard_ns_, served_->dead_after_ns)) {
     takes_.clear();
     state_ = State::kOver;
-  } else if (ExpireTakes() || (has_output() && now_ns >= After(sent_ns_, served_->lease_ns))) {
+  } else if (ExpireTakes() ||
+             (has_output() && now_ns >= MomentAfter(sent_ns_, served_->lease_ns))) {
     takes_.clear();
     state_ = State::kOver;
   }
@@ -104,8 +103,8 @@ int64_t ServerSession::next_deadline() const {
   if (state_ == State::kOver) return kNever;
   if (state_ != State::kOpen) return state_deadline_ns_;
   int64_t next = kNever;
-  if (accepts_input()) next = After(heard_ns_, served_->dead_after_ns);
-  if (has_output()) next = std::min(next, After(sent_ns_, served_->lease_ns));
+  if (accepts_input()) next = MomentAfter(heard_ns_, served_->dead_after_ns);
+  if (has_output()) next = std::min(next, MomentAfter(sent_ns_, served_->lease_ns));
   for (const auto& [request, taking] : takes_) next = std::min(next, taking.deadline_ns);
   return next;
 }
@@ -122,7 +121,7 @@ void ServerSession::Fail(const Status& status) {
   sender_.End(wire::ErrorReply(Opcode::kGoodbye, 0, status));
   receiver_.Stop();
   state_ = State::kEnding;
-  state_deadline_ns_ = After(now_ns_, served_->dead_after_ns);
+  state_deadline_ns_ = MomentAfter(now_ns_, served_->dead_after_ns);
 }
 
 int64_t ServerSession::memory_bytes() const {
@@ -290,7 +289,7 @@ void ServerSession::OnTake(Message message) {
   auto pending = served_->lookup->StartTake(query, wake_);
   if (!pending.ok()) return ReplyError(message, pending.status());
   Taking taking{.pending = *std::move(pending),
-                .deadline_ns = timeout_ns < 0 ? kNever : After(now_ns_, timeout_ns)};
+                .deadline_ns = timeout_ns < 0 ? kNever : MomentAfter(now_ns_, timeout_ns)};
   const auto place = takes_.emplace(message.request, std::move(taking)).first;
   if (PollTake(place->first, &place->second)) takes_.erase(place);
 }
@@ -327,7 +326,7 @@ void ServerSession::SendEntry(uint64_t request, Taking* taking, Handover handove
   const Status status = wire::CheckHead(reply);
   if (!status.ok()) return sender_.Queue(wire::ErrorReply(Opcode::kTake, request, status));
   taking->handover = std::move(handover);
-  taking->deadline_ns = After(now_ns_, served_->lease_ns);
+  taking->deadline_ns = MomentAfter(now_ns_, served_->lease_ns);
   sender_.Queue(std::move(reply));
 }
 
@@ -367,8 +366,8 @@ bool ServerSession::ExpireTakes() {
       is_over = PollTake(request, &taking);
     } else if (!sender_.is_sending(request)) {
       is_over = true;
-    } else if (now_ns_ < After(sent_ns_, served_->lease_ns)) {
-      taking.deadline_ns = After(sent_ns_, served_->lease_ns);
+    } else if (now_ns_ < MomentAfter(sent_ns_, served_->lease_ns)) {
+      taking.deadline_ns = MomentAfter(sent_ns_, served_->lease_ns);
     } else {
       return true;
     }

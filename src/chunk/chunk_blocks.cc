@@ -4,6 +4,8 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <type_traits>
+#include <vector>
 
 #include "base/guard.h"
 
@@ -25,9 +27,56 @@ int64_t ExtentOf(const BlockMemory& memory) {
   return overflows ? -1 : extent;
 }
 
+// All but the order, which takes longer to check than to use.
+Status CheckRows(const BlockMemory& memory) {
+  if (memory.data == nullptr) return BadMemory("data is null");
+  if (memory.block_count < 1 || memory.rows < 1 || memory.row_bytes < 1)
+    return BadMemory("it has " + std::to_string(memory.block_count) + " blocks of " +
+                     std::to_string(memory.rows) + " rows of " + std::to_string(memory.row_bytes) +
+                     " bytes; all must be at least 1");
+  int64_t block_bytes = 0;
+  if (__builtin_mul_overflow(memory.rows, memory.row_bytes, &block_bytes))
+    return BadMemory("a block has more bytes than 63 bits count");
+  if (memory.rows > 1 && memory.row_stride < memory.row_bytes)
+    return BadMemory("rows of " + std::to_string(memory.row_bytes) +
+                     " bytes overlap at a stride of " + std::to_string(memory.row_stride));
+  const int64_t extent = ExtentOf(memory);
+  if (extent < 0 || extent > memory.bytes)
+    return BadMemory("its blocks end behind its " + std::to_string(memory.bytes) + " bytes");
+  // Blocks lie one after the other, or the rows of each lie in planes of all blocks.
+  const int64_t step = memory.block_stride;
+  const bool behind = step >= (memory.rows - 1) * memory.row_stride + memory.row_bytes;
+  const bool in_planes =
+      step >= memory.row_bytes && memory.rows > 1 && memory.row_stride / step >= memory.block_count;
+  if (memory.block_count > 1 && !behind && !in_planes)
+    return BadMemory("blocks overlap at a stride of " + std::to_string(step) + " bytes");
+  return {};
+}
+
+Status CheckOrder(const BlockMemory& memory) {
+  if (memory.order.empty()) return {};
+  if (memory.rows != 1)
+    return BadMemory("a block of " + std::to_string(memory.rows) +
+                     " rows takes no order; it is of one row");
+  if (memory.run_bytes < 1)
+    return BadMemory("run_bytes is " + std::to_string(memory.run_bytes) +
+                     "; it must be at least 1");
+  std::vector<uint32_t> sorted(memory.order.begin(), memory.order.end());
+  std::ranges::sort(sorted);
+  if (memory.run_bytes > memory.row_bytes || sorted.back() > memory.row_bytes - memory.run_bytes)
+    return BadMemory("the run of " + std::to_string(memory.run_bytes) + " bytes at " +
+                     std::to_string(sorted.back()) + " is not within a block of " +
+                     std::to_string(memory.row_bytes));
+  const auto overlaps = [&](uint32_t a, uint32_t b) { return b - a < memory.run_bytes; };
+  if (const auto at = std::ranges::adjacent_find(sorted, overlaps); at != sorted.end())
+    return BadMemory("runs of " + std::to_string(memory.run_bytes) + " bytes overlap at " +
+                     std::to_string(*at));
+  return {};
+}
+
 Status CheckBlocks(const char* call, const BlockMemory& memory, std::span<const int64_t> blocks,
                    size_t section_bytes) {
-  QUIRE_RETURN_IF_ERROR(CheckBlockMemory(memory));
+  QUIRE_RETURN_IF_ERROR(CheckRows(memory));
   for (const int64_t block : blocks) {
     if (block >= 0 && block < memory.block_count) continue;
     return Status(StatusCode::kBadArgument, std::string(call) + ": block " + std::to_string(block) +
@@ -49,32 +98,44 @@ std::byte* RowOf(const BlockMemory& memory, int64_t block, int64_t row) {
   return memory.data + block * memory.block_stride + row * memory.row_stride;
 }
 
+// Calls copy(bytes) with the bytes of a run, which are a constant of the compiler's where they are
+// those of one to eight bytes: a call of memcpy takes longer than such a copy.
+template <typename Copy>
+void WithRunBytes(int64_t run_bytes, Copy copy) {
+  switch (run_bytes) {
+    case 1:
+      return copy(std::integral_constant<size_t, 1>());
+    case 2:
+      return copy(std::integral_constant<size_t, 2>());
+    case 4:
+      return copy(std::integral_constant<size_t, 4>());
+    case 8:
+      return copy(std::integral_constant<size_t, 8>());
+    default:
+      return copy(static_cast<size_t>(run_bytes));
+  }
+}
+
+// Calls copy(place, bytes) for each piece of a block, in the order of the section.
+template <typename Copy>
+void ForEachPiece(const BlockMemory& memory, int64_t block, Copy copy) {
+  if (memory.order.empty()) {
+    for (int64_t row = 0; row < memory.rows; ++row)
+      copy(RowOf(memory, block, row), static_cast<size_t>(memory.row_bytes));
+    return;
+  }
+  WithRunBytes(memory.run_bytes, [&](auto bytes) {
+    std::byte* const begin = RowOf(memory, block, 0);
+    for (const uint32_t offset : memory.order) copy(begin + offset, bytes);
+  });
+}
+
 }  // namespace
 
 Status CheckBlockMemory(const BlockMemory& memory) {
   return GuardEntry([&]() -> Status {
-    if (memory.data == nullptr) return BadMemory("data is null");
-    if (memory.block_count < 1 || memory.rows < 1 || memory.row_bytes < 1)
-      return BadMemory("it has " + std::to_string(memory.block_count) + " blocks of " +
-                       std::to_string(memory.rows) + " rows of " +
-                       std::to_string(memory.row_bytes) + " bytes; all must be at least 1");
-    int64_t block_bytes = 0;
-    if (__builtin_mul_overflow(memory.rows, memory.row_bytes, &block_bytes))
-      return BadMemory("a block has more bytes than 63 bits count");
-    if (memory.rows > 1 && memory.row_stride < memory.row_bytes)
-      return BadMemory("rows of " + std::to_string(memory.row_bytes) +
-                       " bytes overlap at a stride of " + std::to_string(memory.row_stride));
-    const int64_t extent = ExtentOf(memory);
-    if (extent < 0 || extent > memory.bytes)
-      return BadMemory("its blocks end behind its " + std::to_string(memory.bytes) + " bytes");
-    // Blocks lie one after the other, or the rows of each lie in planes of all blocks.
-    const int64_t step = memory.block_stride;
-    const bool behind = step >= (memory.rows - 1) * memory.row_stride + memory.row_bytes;
-    const bool in_planes = step >= memory.row_bytes && memory.rows > 1 &&
-                           memory.row_stride / step >= memory.block_count;
-    if (memory.block_count > 1 && !behind && !in_planes)
-      return BadMemory("blocks overlap at a stride of " + std::to_string(step) + " bytes");
-    return {};
+    QUIRE_RETURN_IF_ERROR(CheckRows(memory));
+    return CheckOrder(memory);
   });
 }
 
@@ -84,8 +145,10 @@ Status GatherBlocks(const BlockMemory& memory, std::span<const int64_t> blocks,
     QUIRE_RETURN_IF_ERROR(CheckBlocks("GatherBlocks", memory, blocks, section.size()));
     std::byte* to = section.data();
     for (const int64_t block : blocks) {
-      for (int64_t row = 0; row < memory.rows; ++row, to += memory.row_bytes)
-        std::memcpy(to, RowOf(memory, block, row), static_cast<size_t>(memory.row_bytes));
+      ForEachPiece(memory, block, [&to](const std::byte* piece, auto bytes) {
+        std::memcpy(to, piece, bytes);
+        to += bytes;
+      });
     }
     return {};
   });
@@ -102,8 +165,10 @@ Status ScatterBlocks(std::span<const std::byte> section, const BlockMemory& memo
                                                   " stands twice among the blocks");
     const std::byte* from = section.data();
     for (const int64_t block : blocks) {
-      for (int64_t row = 0; row < memory.rows; ++row, from += memory.row_bytes)
-        std::memcpy(RowOf(memory, block, row), from, static_cast<size_t>(memory.row_bytes));
+      ForEachPiece(memory, block, [&from](std::byte* piece, auto bytes) {
+        std::memcpy(piece, from, bytes);
+        from += bytes;
+      });
     }
     return {};
   });

@@ -108,6 +108,77 @@ TEST(BlockMemory, EveryBlockLiesInsideAndNoTwoOverlap) {
   EXPECT_EQ(CheckBlockMemory(one_more).code(), StatusCode::kBadArgument);
 }
 
+// Blocks of 24 bytes, of which a section has runs of `run_bytes`, the last one first; the rest of a
+// block is not in it.
+class OrderedCopies : public testing::TestWithParam<int64_t> {
+ protected:
+  OrderedCopies() {
+    const int64_t run_bytes = GetParam();
+    for (int64_t at = 24 - run_bytes; at >= 0; at -= run_bytes + 1)
+      order_.push_back(static_cast<uint32_t>(at));
+    memory_ = {.data = store_.data(),
+               .bytes = 4 * 25 - 1,
+               .block_count = 4,
+               .block_stride = 25,
+               .row_bytes = 24,
+               .order = order_,
+               .run_bytes = run_bytes};
+  }
+  std::vector<std::byte> store_ = Counted(4 * 25 - 1);
+  std::vector<uint32_t> order_;
+  BlockMemory memory_;
+};
+
+TEST_P(OrderedCopies, TakeTheRunsInTheirOrderAndNothingElse) {
+  ASSERT_TRUE(CheckBlockMemory(memory_).ok()) << CheckBlockMemory(memory_).ToString();
+  const std::array<int64_t, 2> blocks = {3, 1};
+  std::vector<std::byte> section(2 * static_cast<size_t>(memory_.block_bytes()));
+  ASSERT_TRUE(GatherBlocks(memory_, blocks, section).ok());
+  size_t at = 0;
+  for (const int64_t block : blocks)
+    for (const uint32_t offset : order_)
+      for (int64_t i = 0; i < GetParam(); ++i)
+        EXPECT_EQ(section[at++], store_[static_cast<size_t>(block * 25 + offset + i)]);
+  ASSERT_EQ(at, section.size());
+
+  std::vector<std::byte> expected = store_;
+  const std::array<int64_t, 2> others = {0, 2};
+  at = 0;
+  for (const int64_t block : others)
+    for (const uint32_t offset : order_)
+      for (int64_t i = 0; i < GetParam(); ++i)
+        expected[static_cast<size_t>(block * 25 + offset + i)] = section[at++];
+  ASSERT_TRUE(ScatterBlocks(section, memory_, others).ok());
+  EXPECT_EQ(store_, expected);
+}
+
+INSTANTIATE_TEST_SUITE_P(RunBytes, OrderedCopies, testing::Values(1, 2, 3, 4, 8, 11, 24));
+
+TEST(BlockMemory, RunsOfAnOrderLieWithinTheBlockAndNoTwoOverlap) {
+  std::vector<std::byte> store = Counted(3 * 8);
+  const auto code = [&](std::vector<uint32_t> order, int64_t run_bytes, int64_t rows = 1) {
+    const BlockMemory memory{.data = store.data(),
+                             .bytes = 3 * 8,
+                             .block_count = 3 / rows,
+                             .block_stride = 8 * rows,
+                             .rows = rows,
+                             .row_stride = 8,
+                             .row_bytes = 8,
+                             .order = order,
+                             .run_bytes = run_bytes};
+    return CheckBlockMemory(memory).code();
+  };
+  EXPECT_EQ(code({6, 0, 3}, 2), StatusCode::kOk);
+  EXPECT_EQ(code({7, 0, 3}, 2), StatusCode::kBadArgument) << "the block has 8 bytes";
+  EXPECT_EQ(code({6, 0, 5}, 2), StatusCode::kBadArgument) << "byte 6 stands twice";
+  EXPECT_EQ(code({4, 4}, 1), StatusCode::kBadArgument);
+  EXPECT_EQ(code({0xFFFFFFFF}, 1), StatusCode::kBadArgument);
+  EXPECT_EQ(code({0}, 9), StatusCode::kBadArgument);
+  EXPECT_EQ(code({0}, 0), StatusCode::kBadArgument);
+  EXPECT_EQ(code({0}, -1), StatusCode::kBadArgument);
+  EXPECT_EQ(code({0}, 1, 2), StatusCode::kBadArgument) << "a block of two rows";
+}
+
 TEST(TokenSections, AreThoseOfTheLayers) {
   Passport passport;
   passport.first_layer = 2;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "engine/testing/blended_prompts.h"
 #include "engine/testing/fake_chunk_store.h"
@@ -31,6 +32,9 @@ class EngineBlendLayers : public BlendingEngines {
     ASSERT_TRUE(known_.blend);
     ASSERT_EQ(known_.blend->moved_tokens, 17 + 61);
     ASSERT_LE(known_.blend->learned_tokens, has_windows() ? 3 : 2) << "the last token of each";
+    const auto& loaded = known_.blend->loaded_tokens;
+    ASSERT_GE(std::accumulate(loaded.begin(), loaded.end(), int64_t{0}), 17 + 61);
+    ASSERT_EQ(known_.blend->miss, MissReason::kNone);
     ASSERT_EQ(known_.bits, Generate(Create().get(), prompt_.prompt, Blend(prompt_, 0.2)).bits);
   }
   std::unique_ptr<Engine> Attached(const EngineOptions& options, bool write = false) const {
@@ -161,7 +165,9 @@ TEST_P(EngineBlendLayers, ADamagedLayerIsNotMoved) {
     const auto engine = Attached(Options());
     const Outcome outcome = Generate(engine.get(), prompt_.prompt, Blend(prompt_, 0.2));
     ExpectKnown(outcome);
-    computed += outcome.blend->learned_tokens > known_.blend->learned_tokens ? 1 : 0;
+    const bool is_computed = outcome.blend->learned_tokens > known_.blend->learned_tokens;
+    computed += is_computed ? 1 : 0;
+    EXPECT_EQ(outcome.blend->miss, is_computed ? MissReason::kCorrupt : MissReason::kNone);
   }
   EXPECT_GE(computed, 3) << "each chunk of the two documents that is needed";
 }

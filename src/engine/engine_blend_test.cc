@@ -3,6 +3,7 @@
 // and a blended answer depends on its request and the documents alone, whatever runs beside it.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <functional>
 
@@ -79,7 +80,62 @@ TEST_P(EngineBlend, WhatIsMovedIsCountedAndApproximate) {
   const EngineStats stats = engine->Stats();
   EXPECT_EQ(stats.blend_moved_tokens, blend.moved_tokens);
   EXPECT_EQ(stats.blend_recomputed_tokens, blend.recomputed_tokens);
+  EXPECT_EQ(stats.blend_exact_tokens, blend.exact_tokens);
+  EXPECT_EQ(stats.blend_computed_tokens, blend.computed_tokens);
+  EXPECT_EQ(stats.blend_kept_tokens, 0);
   EXPECT_NE(outcome.bits, Full(question.prompt, Exact())) << "the test would see no difference";
+}
+
+// Keys of layer 0 are those of their tokens and places alone, so moved ones are fresh ones, but for
+// rounding (blend.md, P5). In layer 1 they are not.
+double KeysDeviate(Engine* engine, const Question& question, int64_t layer) {
+  SamplingOptions options = Blend(question, 0.0);
+  options.blend->options.metric = DeviationMetric::kKL2;
+  options.blend->options.check_layers = {layer};
+  const Outcome outcome = Generate(engine, question.prompt, options);
+  EXPECT_TRUE(outcome.blend && outcome.blend->moved_tokens > 30);
+  return outcome.blend ? outcome.blend->deviation_mean : 0;
+}
+
+TEST_P(EngineBlend, KeysOfTheFirstLayerAreWhatTheirNewPlacesMakeThem) {
+  const Question question = Ask({1, 2, 3}, 1);
+  const auto engine = Create();
+  EXPECT_LT(20 * KeysDeviate(engine.get(), question, 0), KeysDeviate(engine.get(), question, 1));
+}
+
+// The documents have the short factors, the prompt the long ones.
+TEST(EngineBlendLongRope, KeysAreTurnedBackByTheFactorsOfTheirDocument) {
+  TestModel model = LongRopeModel(64);
+  model.num_hidden_layers = 4;
+  TestFolder folder;
+  WriteTestModel(folder, model);
+  const auto engine = Engine::Create({.model_directory = folder.path(),
+                                      .dtype = DType::kF32,
+                                      .threads = 1,
+                                      .kv_bytes = 16 << 20,
+                                      .blend_piece = 80})
+                          .value();
+  const Question question = Ask({1, 2, 3}, 1);
+  ASSERT_GT(std::ssize(question.prompt), 64);
+  EXPECT_LT(1000 * KeysDeviate(engine.get(), question, 0), KeysDeviate(engine.get(), question, 1));
+}
+
+// Layers with a window have only the end of a document that is longer than it.
+TEST_P(EngineBlend, WhatAWindowDoesNotShowIsComputed) {
+  const bool has_window = GetParam().model.architecture == "Gemma2ForCausalLM";
+  Question question = Ask({1}, 1);
+  const Tokens document = RandomTokens(120, kVocab, 9);
+  const int64_t begin = question.documents[0].end;
+  question.prompt.insert(question.prompt.begin() + begin, document.begin(), document.end());
+  question.documents.push_back({begin, begin + 120});
+  for (const double ratio : {0.1, 1.0}) {
+    const Outcome outcome = Generate(Create().get(), question.prompt, Blend(question, ratio));
+    ASSERT_TRUE(outcome.blend);
+    EXPECT_EQ(outcome.blend->moved_tokens, has_window ? kWindow - 1 : 120);
+    if (ratio == 1) {
+      EXPECT_EQ(outcome.bits, Full(question.prompt, Exact()));
+    }
+  }
 }
 
 TEST_P(EngineBlend, NobodyElseSeesWhatIsApproximate) {
@@ -175,6 +231,17 @@ TEST_P(EngineBlend, TheNextTurnGoesOnWithTheSameBlend) {
   const Outcome other = Generate(engine.get(), next, Blend(question, 0.5));
   EXPECT_EQ(other.blend->kept_tokens, 0);
   EXPECT_GT(other.blend->moved_tokens, 0);
+  // Each prompt is counted once, however many tokens its answer has.
+  EngineStats sums;
+  for (const Outcome* each : {&turn, &warm, &other}) {
+    sums.blend_exact_tokens += each->blend->exact_tokens;
+    sums.blend_kept_tokens += each->blend->kept_tokens;
+    sums.blend_computed_tokens += each->blend->computed_tokens;
+  }
+  const EngineStats stats = engine->Stats();
+  EXPECT_EQ(stats.blend_exact_tokens, sums.blend_exact_tokens);
+  EXPECT_EQ(stats.blend_kept_tokens, sums.blend_kept_tokens);
+  EXPECT_EQ(stats.blend_computed_tokens, sums.blend_computed_tokens);
 }
 
 // It was computed in its place, so the blend is another one than the recipe's: an equal request for
@@ -329,6 +396,7 @@ TEST_P(EngineBlend, IdleLearningDelaysNobody) {
   const int64_t id = engine->Submit(question.prompt, idle).value();
   EXPECT_EQ(engine->Submit(question.prompt, idle).value(), id + 1);
   EXPECT_EQ(engine->Stats().waiting, 2 + 3) << "each document is to be learnt once";
+  EXPECT_EQ(engine->Stats().learning, 3);
   while (outcomes[{id, 0}].reason == FinishReason::kNone) {
     Step(engine.get(), &outcomes);
     if (HasFatalFailure()) return;
@@ -468,6 +536,29 @@ TEST_P(EngineBlend, TheStoreHasExactTokensAlone) {
   EXPECT_GT(learned.blend->moved_tokens, 0);
   EXPECT_LE(learned.blend->learned_tokens, 3 * 8) << "documents came out of the store";
   EXPECT_EQ(learned.bits, Generate(Create().get(), reordered.prompt, Blend(reordered, 0.0)).bits);
+}
+
+// It is prefetched, looked up for what needs no documents, and loaded.
+TEST_P(EngineBlend, APromptIsHashedOnceForTheStore) {
+  const auto clock = std::make_shared<FakeClock>();
+  const auto store = std::make_shared<FakeChunkStore>(clock);
+  store->has_ram = true;
+  Passport identity;
+  identity.model = "test";
+  const auto engine = Create();
+  const StoreUseOptions use{.chunk_tokens = 8, .load_always = true, .clock = clock};
+  ASSERT_TRUE(engine->AttachStore(store, identity, use).ok());
+  Outcomes outcomes;
+  Begin(engine.get(), RandomTokens(12, kVocab, 3), Exact(), &outcomes);
+  if (HasFatalFailure()) return;
+  const Question question = Ask({1, 2, 3}, 1);
+  store->chains.clear();
+  ASSERT_TRUE(engine->Submit(question.prompt, Blend(question, 0.2)).ok());
+  ASSERT_EQ(store->chains.size(), 2U) << "before any step";
+  const ChunkKey* const keys = store->chains.front();
+  EXPECT_EQ(store->chains.back(), keys);
+  Finish(engine.get(), &outcomes);
+  EXPECT_EQ(std::ranges::count(store->chains, keys), 3);
 }
 
 // What is there as prefill gives it, in pages or in the store, needs no documents.
@@ -659,6 +750,93 @@ TEST(EngineBlendRefusals, NameWhatIsWrongAndChangeNothing) {
   EXPECT_NE(refusal(none, Blend(question, 0.1)).find("recurrent"), std::string::npos);
 }
 
+// A prompt of 12 290 tokens whose documents are two tokens each, behind a long anchor.
+class EngineBlendLessons : public testing::Test {
+ protected:
+  static constexpr int64_t kAnchor = 4096 + 2;
+  static constexpr int64_t kDocuments = SamplingOptions::kBlendDocumentsMax;
+  static constexpr int64_t kLesson = kAnchor + 2 + 512;  // the most that a request takes, in tokens
+
+  EngineBlendLessons() {
+    WriteTestModel(folder_, {.extra = {{"max_position_embeddings", 16384}}});
+    engine_ = Engine::Create({.model_directory = folder_.path(),
+                              .dtype = DType::kF32,
+                              .threads = 1,
+                              .max_waiting = 4,
+                              .kv_bytes = 64 << 20,
+                              .blend_piece = 64})
+                  .value();
+    question_.prompt = RandomTokens(kAnchor + 2 * kDocuments, kVocab, 1);
+    for (int64_t i = 0; i < kDocuments; ++i) {
+      const int64_t begin = kAnchor + 2 * i;
+      question_.prompt[static_cast<size_t>(begin)] = static_cast<int32_t>(i / kVocab);
+      question_.prompt[static_cast<size_t>(begin) + 1] = static_cast<int32_t>(i % kVocab);
+      question_.documents.push_back({begin, begin + 2});
+    }
+  }
+  Status Submit() { return engine_->Submit(question_.prompt, Blend(question_, 0.1)).status(); }
+
+  TestFolder folder_;
+  std::unique_ptr<Engine> engine_;
+  Question question_;
+};
+
+// Each lesson is a prompt with the whole anchor: there were 4 096 of them and 64 MB.
+TEST_F(EngineBlendLessons, OfOnePromptAreBounded) {
+  ASSERT_TRUE(Submit().ok());
+  EXPECT_EQ(engine_->Stats().learning, (int64_t{1} << 24) / kLesson);
+}
+
+// There were as many again for each prompt that waited.
+TEST_F(EngineBlendLessons, OfAllPromptsAreBounded) {
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(Submit().ok());
+  EXPECT_EQ(engine_->Stats().learning, (int64_t{1} << 25) / kLesson);
+}
+
+// All were put into the index, each with the anchor, and pushed out those before them.
+TEST_F(EngineBlendLessons, TheFirstDocumentsOfAPromptAreKnownToSearches) {
+  constexpr int64_t kLength = 16, kMany = 540;
+  Question many{.prompt = RandomTokens(kAnchor + kLength * kMany, kVocab, 2), .documents = {}};
+  for (int64_t i = 0; i < kMany; ++i) {
+    many.documents.push_back({kAnchor + kLength * i, kAnchor + kLength * (i + 1)});
+  }
+  ASSERT_GT(kMany * (kAnchor + kLength), int64_t{1} << 21);
+  ASSERT_TRUE(engine_->Submit(many.prompt, Blend(many, 0.1)).ok());
+  const int64_t learning = engine_->Stats().learning;
+  Tokens prompt(many.prompt.begin(), many.prompt.begin() + kAnchor);
+  for (const int64_t place : {kMany - 1, int64_t{1}}) {  // the last one is not known
+    const auto first = many.prompt.begin() + many.documents[static_cast<size_t>(place)].begin;
+    prompt.insert(prompt.end(), {7, 7, 7});
+    prompt.insert(prompt.end(), first, first + kLength);
+  }
+  SamplingOptions search = Blend(many, 0.1);
+  search.blend->documents.clear();
+  search.blend->search = DocumentSearch::kAnchored;
+  ASSERT_TRUE(engine_->Submit(prompt, search).ok());
+  EXPECT_EQ(engine_->Stats().learning, learning + 1);
+}
+
+// One prompt filled the queue of everybody.
+TEST_F(EngineBlendLessons, AreNoRequestsThatWait) {
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(Submit().ok());
+  const Status full = Submit();
+  EXPECT_EQ(full.code(), StatusCode::kFull);
+  EXPECT_NE(full.message().find("Submit: 4 requests wait"), std::string::npos) << full.message();
+}
+
+// An engine that is never idle had more and more of them.
+TEST_P(EngineBlend, IdleLessonsThatWaitAreBounded) {
+  const auto engine = Create();
+  constexpr int64_t kRequests = 200;
+  for (uint64_t i = 0; i < kRequests; ++i) {
+    const Question question = Ask({3 * i, 3 * i + 1, 3 * i + 2}, 1);
+    ASSERT_TRUE(
+        engine->Submit(question.prompt, Blend(question, 0.0, DocumentLearning::kIdle)).ok());
+  }
+  EXPECT_EQ(engine->Stats().learning, 256);
+  EXPECT_EQ(engine->Stats().waiting, kRequests + 256);
+}
+
 TEST(EngineBlendRefusals, CancelEndsWhatIsLearntForIt) {
   TestFolder folder;
   WriteTestModel(folder, {.num_hidden_layers = 4});
@@ -672,6 +850,7 @@ TEST(EngineBlendRefusals, CancelEndsWhatIsLearntForIt) {
   const Question question = Ask({1, 2, 3}, 1);
   const int64_t id = engine->Submit(question.prompt, Blend(question, 0.1)).value();
   EXPECT_EQ(engine->Stats().waiting, 3) << "two documents, and the prompt that waits for them";
+  EXPECT_EQ(engine->Stats().learning, 2);
   Outcomes outcomes;
   Step(engine.get(), &outcomes);
   EXPECT_TRUE(outcomes.empty());

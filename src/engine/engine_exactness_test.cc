@@ -5,7 +5,6 @@
 
 #include <array>
 #include <map>
-#include <numeric>
 #include <ostream>
 
 #include "base/random.h"
@@ -23,18 +22,6 @@ using Tokens = std::vector<int32_t>;
 constexpr int64_t kOriginalLength = 40;
 
 constexpr int64_t kWindow = 20;
-
-TestModel LongRopeModel() {
-  TestModel model;
-  std::vector<double> factors(model.head_dim / 2);
-  std::iota(factors.begin(), factors.end(), 2.0);
-  model.extra = {{"rope_scaling",
-                  {{"type", "longrope"},
-                   {"short_factor", std::vector<double>(factors.size(), 1.0)},
-                   {"long_factor", factors},
-                   {"original_max_position_embeddings", kOriginalLength}}}};
-  return model;
-}
 
 TestModel DynamicModel() {
   TestModel model;
@@ -61,7 +48,7 @@ std::vector<Variant> Variants() {
   add("Mistral", {.architecture = "MistralForCausalLM", .num_key_value_heads = 1});
   add("Qwen2", {.architecture = "Qwen2ForCausalLM", .tie_word_embeddings = true});
   add("Qwen3", {.architecture = "Qwen3ForCausalLM", .head_dim = 12, .dtype = DType::kBF16});
-  add("LongRope", LongRopeModel());
+  add("LongRope", LongRopeModel(kOriginalLength));
   // Windows that requests of the schedules slide out of, in all layers and in some.
   add("MistralWindow",
       {.architecture = "MistralForCausalLM", .extra = {{"sliding_window", kWindow}}});
@@ -542,7 +529,8 @@ TEST_P(EngineLongRope, RunningRequestsOfOtherFactorsAreNoPrefix) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Sets, EngineLongRope,
-                         testing::Values(LongSet{"LongRope", LongRopeModel},
+                         testing::Values(LongSet{"LongRope",
+                                                 [] { return LongRopeModel(kOriginalLength); }},
                                          LongSet{"Dynamic", DynamicModel}),
                          [](const auto& test) { return std::string(test.param.name); });
 

@@ -282,14 +282,18 @@ Status EngineImpl::FlushStore(int64_t timeout_ms) {
 }
 
 Status EngineImpl::AttachPrefillPeers(const Passport& identity, const PrefillPeerOptions& options) {
-  return Enter("AttachPrefillPeers",
-               [&] { return traffic_.remote.Attach(caches_.states(), identity, options, clock_); });
+  return Enter("AttachPrefillPeers", [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(traffic_.prefill.CheckNotOwn(options.addresses));
+    return traffic_.remote.Attach(caches_.states(), identity, options, clock_);
+  });
 }
 
 Result<std::string> EngineImpl::ServePrefill(const Passport& identity,
                                              const TransferListenerOptions& options) {
-  return Enter("ServePrefill",
-               [&] { return traffic_.prefill.Serve(caches_.states(), identity, options); });
+  return Enter("ServePrefill", [&]() -> Result<std::string> {
+    QUIRE_RETURN_IF_ERROR(traffic_.remote.CheckNotOwn(options.endpoint));
+    return traffic_.prefill.Serve(caches_.states(), identity, options);
+  });
 }
 
 void EngineImpl::CheckInvariants() const {

@@ -4,7 +4,6 @@
 
 #include <filesystem>
 #include <fstream>
-#include <numeric>
 
 #include "engine/engine_impl.h"
 #include "model/testing/test_model.h"
@@ -79,18 +78,7 @@ class EngineSnapshot : public testing::Test {
 
 class LongRopeEngineSnapshot : public EngineSnapshot {
  protected:
-  LongRopeEngineSnapshot() : EngineSnapshot(Model()) {}
-  static TestModel Model() {
-    TestModel model;
-    std::vector<double> factors(static_cast<size_t>(model.head_dim) / 2);
-    std::iota(factors.begin(), factors.end(), 2.0);
-    model.extra = {{"rope_scaling",
-                    {{"type", "longrope"},
-                     {"short_factor", std::vector<double>(factors.size(), 1.0)},
-                     {"long_factor", factors},
-                     {"original_max_position_embeddings", 40}}}};
-    return model;
-  }
+  LongRopeEngineSnapshot() : EngineSnapshot(LongRopeModel(40)) {}
 };
 
 TEST_F(EngineSnapshot, AnotherEngineGoesOnExactly) {

@@ -180,6 +180,26 @@ TEST_F(EngineStore, ChunksOfARequestThatHasToWaitComeIntoRamMeanwhile) {
   server->Finish();
 }
 
+TEST_F(EngineStore, APromptIsHashedOnce) {
+  store_->has_ram = true;
+  const auto server = Make();
+  server->Submit(Text(12, 7), Greedy(20));  // too short to be looked for
+  server->Submit(Text(50), Greedy(5));
+  ASSERT_EQ(store_->prefetches, 1);
+  server->Finish();
+  ASSERT_EQ(store_->chains.size(), 2U) << "of the prefetch and the load";
+  EXPECT_EQ(store_->chains[0], store_->chains[1]);
+}
+
+TEST_F(EngineStore, AWaitAsksALoadOnceATurn) {
+  store_->hangs = true;
+  const auto server = Make();
+  server->Submit(Text(50), Greedy(5));
+  ASSERT_TRUE(server->Step().ok());
+  EXPECT_EQ(store_->polls, 2) << "before waiting and behind it";
+  server->Finish();
+}
+
 TEST_F(EngineStore, PrefetchesAreFewEndWithTheirRequestAndMayFail) {
   store_->has_ram = true;
   store_->hangs = true;

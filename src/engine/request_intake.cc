@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/guard.h"
+#include "quire/rope.h"
 
 namespace quire {
 
@@ -30,9 +31,9 @@ Status RequestIntake::Check(std::span<const int32_t> prompt, const SamplingOptio
 Result<int64_t> RequestIntake::Submit(std::span<const int32_t> prompt,
                                       const SamplingOptions& options) {
   QUIRE_RETURN_IF_ERROR(Check(prompt, options));
-  if (requests_.waiting_in_turn() >= options_.max_waiting) {
+  if (requests_.waiting_asked() >= options_.max_waiting) {
     return Status(StatusCode::kFull,
-                  "Engine::Submit: " + std::to_string(requests_.waiting().size()) +
+                  "Engine::Submit: " + std::to_string(requests_.waiting_asked()) +
                       " requests wait (EngineOptions::max_waiting); "
                       "step the engine and submit again");
   }
@@ -58,8 +59,14 @@ Result<int64_t> RequestIntake::Submit(std::span<const int32_t> prompt,
 Status RequestIntake::AddJob(const std::shared_ptr<PrefillJob>& job) {
   QUIRE_ASSIGN_OR_RETURN(const SamplingOptions options, PrefillTraffic::OptionsOf(*job));
   QUIRE_RETURN_IF_ERROR(Check(job->job.tokens, options));
-  if (static_cast<int64_t>(requests_.waiting().size()) >= options_.max_waiting) {
-    return Status(StatusCode::kFull, std::to_string(requests_.waiting().size()) +
+  // A sequence with such factors would be refused by the cache, and with it each step from then on.
+  if (job->job.long_rope && !HasLongSet(owners_.facts.model->info().rope.scaling)) {
+    return Status(StatusCode::kBadArgument,
+                  "the job is for LongRoPE's long factors, and the model here has one set of "
+                  "factors; compute it elsewhere");
+  }
+  if (requests_.waiting_asked() >= options_.max_waiting) {
+    return Status(StatusCode::kFull, std::to_string(requests_.waiting_asked()) +
                                          " requests wait (EngineOptions::max_waiting)");
   }
   auto request = std::make_unique<Request>(next_id_, job->job.tokens, options);

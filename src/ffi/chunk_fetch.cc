@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -76,7 +77,6 @@ BlockMemory PlaceOf(const tf::TensorView& blocks) {
                     .row_bytes = row * element};
   place.bytes = (place.block_count - 1) * place.block_stride + (rows - 1) * place.row_stride +
                 place.row_bytes;
-  ThrowIfError(CheckBlockMemory(place));
   return place;
 }
 
@@ -92,9 +92,43 @@ struct SectionAllocator {
 
 }  // namespace
 
-void BlockMemoryObj::Add(const tf::String& kind, int64_t layer, const tf::TensorView& blocks) {
+int64_t BlockMemoryObj::AddOrder(const tf::TensorView& offsets, int64_t run_bytes) {
+  return CallChecked([&] {
+    const TensorView view = ViewOf(offsets);
+    if (view.rank() != 1 || view.dim(0) < 1 || !view.is_contiguous() ||
+        view.dtype() != DType::kI64) {
+      ThrowBadArgument(
+          "BlockMemory: the offsets of an order must be int64 [n], n at least 1, not " +
+          view.ToString());
+    }
+    Order order{.offsets = {}, .run_bytes = run_bytes};
+    order.offsets.reserve(static_cast<size_t>(view.dim(0)));
+    for (const int64_t offset :
+         std::span(view.data_as<int64_t>(), static_cast<size_t>(view.dim(0)))) {
+      if (offset < 0 || offset > std::numeric_limits<uint32_t>::max()) {
+        ThrowBadArgument("BlockMemory: offset " + std::to_string(offset) +
+                         " of an order does not fit 32 bits");
+      }
+      order.offsets.push_back(static_cast<uint32_t>(offset));
+    }
+    orders_.push_back(std::move(order));
+    return static_cast<int64_t>(orders_.size()) - 1;
+  });
+}
+
+void BlockMemoryObj::Add(const tf::String& kind, int64_t layer, const tf::TensorView& blocks,
+                         int64_t order) {
   CallChecked([&] {
-    const auto added = places_.emplace(std::pair(ReadKind(kind), layer), PlaceOf(blocks));
+    BlockMemory place = PlaceOf(blocks);
+    if (order >= static_cast<int64_t>(orders_.size()))
+      ThrowBadArgument("BlockMemory: there is no order " + std::to_string(order));
+    if (order >= 0) {
+      const Order& found = orders_[static_cast<size_t>(order)];
+      place.order = found.offsets;
+      place.run_bytes = found.run_bytes;
+    }
+    ThrowIfError(CheckBlockMemory(place));
+    const auto added = places_.emplace(std::pair(ReadKind(kind), layer), place);
     if (!added.second) {
       ThrowBadArgument("BlockMemory: layer " + std::to_string(layer) + " has two arrays of '" +
                        std::string(kind) + "'");
@@ -342,6 +376,7 @@ void ChunkFetchObj::Close() {
 TVM_FFI_STATIC_INIT_BLOCK() {
   tf::reflection::ObjectDef<BlockMemoryObj>()
       .def(tf::reflection::init<>())
+      .def("add_order", &BlockMemoryObj::AddOrder)
       .def("add", &BlockMemoryObj::Add);
   tf::reflection::ObjectDef<ChunkFetchObj>()
       .def("state", &ChunkFetchObj::State)

@@ -177,8 +177,11 @@ tf::ObjectRef ChunkSpaceObj::Fetch(const tf::TensorView& tokens, const OptionMap
   if (timeout_ms > 0) request.deadline_ns = MachineTime()->SteadyNs() + timeout_ms * 1'000'000;
   const std::shared_ptr<ChunkFetch> fetch =
       latch_.Run([&] { return prefetch ? store_->Prefetch(request) : store_->Fetch(request); });
-  return tf::ObjectRef(tf::make_object<ChunkFetchObj>(
-      fetch, passport_, request.first_chunk * passport_.block_tokens));
+  // Behind the last chunk there is none, however far; the product fits.
+  const int64_t first =
+      std::min(request.first_chunk, static_cast<int64_t>(ids.size()) / passport_.block_tokens);
+  return tf::ObjectRef(
+      tf::make_object<ChunkFetchObj>(fetch, passport_, first * passport_.block_tokens));
 }
 
 Result<ChunkFields> ChunkSpaceObj::FieldsOf(std::span<const int32_t> tokens, int64_t index,

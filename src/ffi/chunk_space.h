@@ -7,6 +7,7 @@
 #include <tvm/ffi/object.h>
 
 #include <cstdint>
+#include <deque>
 #include <list>
 #include <map>
 #include <memory>
@@ -31,15 +32,23 @@ using Extras = tvm::ffi::Array<tvm::ffi::Bytes>;
 // Where the sections of an engine's layers lie. It points into arrays that Python keeps.
 class BlockMemoryObj : public tvm::ffi::Object {
  public:
+  // Byte offsets of runs within a block, [n], in the order of a section; its number, for Add.
+  int64_t AddOrder(const tvm::ffi::TensorView& offsets, int64_t run_bytes);
   // `blocks`: [block_count, ...], of which at most one dimension behind the first is not contiguous
-  // with those after it. Before the first use only.
-  void Add(const tvm::ffi::String& kind, int64_t layer, const tvm::ffi::TensorView& blocks);
+  // with those after it. order: a number; -1 for none. Before the first use only.
+  void Add(const tvm::ffi::String& kind, int64_t layer, const tvm::ffi::TensorView& blocks,
+           int64_t order);
   const std::map<std::pair<SectionKind, int64_t>, BlockMemory>& places() const { return places_; }
 
   [[maybe_unused]] static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("quire.BlockMemory", BlockMemoryObj, tvm::ffi::Object);
 
  private:
+  struct Order {
+    std::vector<uint32_t> offsets;
+    int64_t run_bytes;
+  };
+  std::deque<Order> orders_;  // which places point into
   std::map<std::pair<SectionKind, int64_t>, BlockMemory> places_;
 };
 

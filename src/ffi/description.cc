@@ -38,6 +38,7 @@ tf::Map<tf::String, int64_t> StatsFields(const EngineStats& stats) {
           {"retained_pages", stats.retained_pages},
           {"waiting", stats.waiting},
           {"running", stats.running},
+          {"learning", stats.learning},
           {"steps", stats.steps},
           {"prompt_tokens", stats.prompt_tokens},
           {"cached_tokens", stats.cached_tokens},
@@ -84,6 +85,9 @@ tf::Map<tf::String, int64_t> StatsFields(const EngineStats& stats) {
           {"draft_ns", static_cast<int64_t>(stats.draft_seconds * 1e9)},
           {"blend_moved_tokens", stats.blend_moved_tokens},
           {"blend_recomputed_tokens", stats.blend_recomputed_tokens},
+          {"blend_exact_tokens", stats.blend_exact_tokens},
+          {"blend_kept_tokens", stats.blend_kept_tokens},
+          {"blend_computed_tokens", stats.blend_computed_tokens},
           {"compute_ns_per_token", static_cast<int64_t>(stats.compute_seconds_per_token * 1e9)}};
 }
 

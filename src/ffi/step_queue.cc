@@ -87,6 +87,10 @@ int64_t BlendColumn(const StepOutput& output) {
     return static_cast<int64_t>(value);
   }
 }
+template <TierKind tier>
+int64_t BlendTokensOf(const StepOutput& output) {
+  return output.blend ? output.blend->loaded_tokens[static_cast<size_t>(tier)] : 0;
+}
 constexpr Column kUsageColumns[] = {
     {"cached_tokens", [](const StepOutput& o) { return o.cached_tokens; }},
     {"memory_tokens", [](const StepOutput& o) { return o.cached.memory; }},
@@ -127,6 +131,10 @@ constexpr Column kUsageColumns[] = {
     {"blend.move_seconds", BlendColumn<&BlendUsage::move_seconds>},
     {"blend.select_seconds", BlendColumn<&BlendUsage::select_seconds>},
     {"blend.wait_seconds", BlendColumn<&BlendUsage::wait_seconds>},
+    {"blend.ram_tokens", BlendTokensOf<TierKind::kRam>},
+    {"blend.disk_tokens", BlendTokensOf<TierKind::kDisk>},
+    {"blend.redis_tokens", BlendTokensOf<TierKind::kRedis>},
+    {"blend.miss", BlendColumn<&BlendUsage::miss>},
 };
 
 tf::Array<tf::String> NamesOf(std::span<const Column> columns) {

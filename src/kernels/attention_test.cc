@@ -1,11 +1,9 @@
 // Attention of every path against plain loops in double, and against itself: the same tokens must
 // give the same bits however they lie in memory, however they are batched and whichever worker
 // computes them.
-#include <gtest/gtest.h>
+#include "kernels/reference/attention.h"
 
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
+#include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
@@ -15,8 +13,8 @@
 #include <string>
 
 #include "base/random.h"
+#include "base/testing/host_float_environment.h"
 #include "kernels/cpu/paths.h"
-#include "kernels/reference/attention.h"
 #include "kernels/testing/attention_case.h"
 #include "tensor/half.h"
 
@@ -662,23 +660,19 @@ TEST(Attention, NonFiniteLatentsStayWhereTheyAreSeen) {
   }
 }
 
-#if defined(__x86_64__)
 TEST(Attention, TheCallersFloatEnvironmentDoesNotMatter) {
   CaseSpec spec = RandomSpec(7);
   spec.dtype = DType::kF32;
   spec.sharpness = 30.0F;  // weights down to the smallest
   const AttentionCase test(spec);
-  const unsigned saved = _mm_getcsr();
   const CaseOutput expected = test.Run(BestBackend(), Pool(1));
-  for (const unsigned flags : {0x8040U, 0x6000U}) {  // FTZ and DAZ; round toward zero
-    _mm_setcsr(saved | flags);
+  for (const uint64_t changes : {kFlushSubnormals, kRoundTowardZero}) {
+    const HostFloatEnvironment host(changes);
     const CaseOutput output = test.Run(BestBackend(), Pool(1));
-    EXPECT_EQ(_mm_getcsr() & 0xffc0U, (saved | flags) & 0xffc0U) << "not restored";
-    _mm_setcsr(saved);
+    EXPECT_TRUE(host.IsInForce()) << "not restored";
     ExpectSame(output, expected, "flags");
   }
 }
-#endif
 
 }  // namespace
 }  // namespace quire

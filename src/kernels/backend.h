@@ -275,7 +275,7 @@ struct QuantisedLinearArgs {
 struct RecurrenceKernels;
 
 struct Backend {
-  std::string_view name;  // "avx512_amx", "avx512_bf16", "avx512", "avx2", "scalar"
+  std::string_view name;  // "avx512_amx", "avx512_bf16", "avx512", "avx2", "neon", "scalar"
 
   void (*append_kv)(const AppendArgs&, ParallelRunner&);
   // Scratch for any plan of at most row_count rows and sequence_count sequences.

@@ -6,7 +6,7 @@
 #include "kernels/cpu/paths.h"
 #include "kernels/cpu/stream_prefetch.h"
 
-#if QUIRE_SIMD
+#if QUIRE_SIMD && defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,6 +25,17 @@ struct Paths {
 };
 
 #if QUIRE_SIMD
+// Whether the build has the path (QUIRE_KERNEL_PATHS).
+[[maybe_unused]] bool IsBuilt(const Backend& backend) { return !backend.name.empty(); }
+#endif
+
+#if QUIRE_SIMD && defined(__aarch64__)
+// Every CPU of this architecture has NEON.
+Paths DetectVectorPaths() {
+  if (!IsBuilt(kNeonBackend)) return {};
+  return {{&kNeonBackend}, ""};
+}
+#elif QUIRE_SIMD
 struct CpuidLeaf {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
 };
@@ -86,9 +97,6 @@ Paths DetectVectorPaths() {
   return {{&kAvx512Bf16Backend, &kAvx512Backend, &kEmulatedAmxBackend, &kAvx2Backend}, ""};
 }
 #else
-// Whether the build has the path (QUIRE_KERNEL_PATHS).
-bool IsBuilt(const Backend& backend) { return !backend.name.empty(); }
-
 // Why this process may not use the tile unit, which the CPU has; "" if it may. Linux grants its
 // registers on request, to all threads of the process at once.
 std::string RequestTiles(unsigned states) {
@@ -141,7 +149,7 @@ Paths DetectVectorPaths() {
 // is a quarter faster (8 KiB ahead of 2 to 32).
 StreamPrefetch DetectStreamPrefetch() {
   constexpr StreamPrefetch kCommon = {.into_l1 = false, .bytes_ahead = 16384};
-#if QUIRE_SIMD
+#if QUIRE_SIMD && defined(__x86_64__)
   constexpr unsigned kZen5Family = 0x1A;
   if (AmdFamily() >= kZen5Family) return {.into_l1 = true, .bytes_ahead = 8192};
 #endif
@@ -154,7 +162,7 @@ StreamPrefetch DetectStreamPrefetch() {
 // measured.
 StreamPrefetch DetectWeightPrefetch([[maybe_unused]] bool eight_bits) {
   constexpr StreamPrefetch kCommon = {.into_l1 = false, .bytes_ahead = 4096};
-#if QUIRE_SIMD
+#if QUIRE_SIMD && defined(__x86_64__)
   constexpr unsigned kZen4Family = 0x19;
   if (AmdFamily() >= kZen4Family && !eight_bits) return {.into_l1 = true, .bytes_ahead = 4096};
 #endif

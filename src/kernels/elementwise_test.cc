@@ -11,24 +11,15 @@
 #include <vector>
 
 #include "base/random.h"
+#include "base/testing/host_float_environment.h"
 #include "kernels/backend.h"
-
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
+#include "kernels/testing/random_floats.h"
 
 namespace quire {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kDims[] = {1, 15, 16, 17, 31, 32, 33, 100, 4097};
-
-std::vector<float> RandomFloats(int64_t count, uint64_t seed, double low = -3, double high = 3) {
-  RandomSequence random(seed);
-  std::vector<float> values(static_cast<size_t>(count));
-  for (float& value : values) value = static_cast<float>(random.Uniform(low, high));
-  return values;
-}
 
 bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
@@ -89,8 +80,8 @@ class ElementwiseTest : public testing::TestWithParam<const Backend*> {
 TEST_P(ElementwiseTest, RmsNormAgreesWithTheReference) {
   for (const int64_t dim : kDims) {
     for (const float offset : {0.0F, 1.0F}) {
-      const std::vector<float> x = RandomFloats(5 * dim, 1);
-      const std::vector<float> w = RandomFloats(dim, 2);
+      const std::vector<float> x = RandomFloats(5 * dim, 1, -3, 3);
+      const std::vector<float> w = RandomFloats(dim, 2, -3, 3);
       const std::vector<float> y = RmsNorm(backend(), x, w, offset);
       const std::vector<double> expected =
           reference::RmsNorm(x.data(), w.data(), offset, 1e-5F, 5, dim);
@@ -106,8 +97,8 @@ TEST_P(ElementwiseTest, RmsNormAgreesWithTheReference) {
 }
 
 TEST_P(ElementwiseTest, RmsNormMayWriteOverItsInput) {
-  std::vector<float> x = RandomFloats(3 * 40, 3);
-  const std::vector<float> w = RandomFloats(40, 4);
+  std::vector<float> x = RandomFloats(3 * 40, 3, -3, 3);
+  const std::vector<float> w = RandomFloats(40, 4, -3, 3);
   const std::vector<float> y = RmsNorm(backend(), x, w, 0);
   backend().rms_norm(x.data(), w.data(), 0, 1e-5F, 3, 40, x.data(), *pool_);
   EXPECT_TRUE(SameBits(x, y));
@@ -276,7 +267,7 @@ TEST_P(ElementwiseTest, SoftCapOfExtremes) {
 TEST_P(ElementwiseTest, GatherWidensTheChosenRows) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
     for (const int64_t dim : kDims) {
-      const std::vector<float> table = RandomFloats(4 * dim, 6);
+      const std::vector<float> table = RandomFloats(4 * dim, 6, -3, 3);
       std::vector<float> stored(table.size());
       std::vector<float> wide(table.size());
       ConvertElements(table.data(), DType::kF32, stored.data(), dtype, 4 * dim);
@@ -297,7 +288,7 @@ TEST_P(ElementwiseTest, ArgMaxIsThatOfTheReference) {
   RandomSequence random(14);
   for (const int64_t count : {1, 15, 16, 17, 33, 1023, 1024, 1025, 5000}) {
     for (int round = 0; round < 20; ++round) {
-      std::vector<float> x = RandomFloats(count, random.Bits());
+      std::vector<float> x = RandomFloats(count, random.Bits(), -3, 3);
       const bool with_ties = random.Below(2) == 0;
       for (float& value : x) {
         if (with_ties) value = std::round(value);
@@ -355,8 +346,8 @@ TEST_P(ElementwiseTest, Exp2ScaledOfExtremes) {
 
 TEST_P(ElementwiseTest, BitsAreThoseOfTheScalarPath) {
   for (const int64_t dim : kDims) {
-    const std::vector<float> x = RandomFloats(6 * dim, 7);
-    const std::vector<float> w = RandomFloats(dim, 8);
+    const std::vector<float> x = RandomFloats(6 * dim, 7, -3, 3);
+    const std::vector<float> w = RandomFloats(dim, 8, -3, 3);
     EXPECT_TRUE(SameBits(RmsNorm(backend(), x, w, 1), RmsNorm(scalar_, x, w, 1))) << dim;
     const std::vector<float> gate_up = RandomFloats(6 * dim, 9, -100, 100);
     EXPECT_TRUE(SameBits(SiluMul(backend(), gate_up, dim), SiluMul(scalar_, gate_up, dim))) << dim;
@@ -370,8 +361,8 @@ TEST_P(ElementwiseTest, BitsAreThoseOfTheScalarPath) {
 TEST_P(ElementwiseTest, ARowsResultDoesNotDependOnTheOtherRows) {
   constexpr int64_t kDim = 333;
   constexpr int64_t kRows = 200;  // several tasks
-  const std::vector<float> x = RandomFloats(kRows * 2 * kDim, 10);
-  const std::vector<float> w = RandomFloats(kDim, 11);
+  const std::vector<float> x = RandomFloats(kRows * 2 * kDim, 10, -3, 3);
+  const std::vector<float> w = RandomFloats(kDim, 11, -3, 3);
   const std::vector<float> normed = RmsNorm(backend(), x, w, 0);
   const std::vector<float> gated = SiluMul(backend(), x, kDim);
   const std::vector<float> gelu = GeluTanhMul(backend(), x, kDim);
@@ -390,7 +381,6 @@ TEST_P(ElementwiseTest, ARowsResultDoesNotDependOnTheOtherRows) {
   }
 }
 
-#if defined(__x86_64__)
 // Calls every task in the calling thread as it is: a host's runner need not care for the float
 // environment.
 class PlainRunner final : public ParallelRunner {
@@ -416,14 +406,10 @@ TEST_P(ElementwiseTest, TheCallersFloatEnvironmentDoesNotMatter) {
     return y;
   };
   const std::vector<float> y = all();
-  const unsigned before = _mm_getcsr();
-  _mm_setcsr(before | 0x8040 | 0x6000);  // flush to zero, denormals are zero, round toward zero
-  const std::vector<float> flushed = all();
-  _mm_setcsr(before);
   EXPECT_NE(y[0], 0);
-  EXPECT_TRUE(SameBits(y, flushed));
+  const HostFloatEnvironment host(kFlushSubnormals | kRoundTowardZero);
+  EXPECT_TRUE(SameBits(y, all()));
 }
-#endif
 
 INSTANTIATE_TEST_SUITE_P(Paths, ElementwiseTest,
                          testing::ValuesIn(Backends().begin(), Backends().end()),

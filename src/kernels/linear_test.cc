@@ -9,28 +9,19 @@
 #include <vector>
 
 #include "base/random.h"
+#include "base/testing/host_float_environment.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
 #include "kernels/linear_layout.h"
+#include "kernels/testing/random_floats.h"
 #include "tensor/half.h"
 #include "tensor/host_memory.h"
-
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 namespace quire {
 namespace {
 
 constexpr DType kWeightTypes[] = {DType::kF32, DType::kF16, DType::kBF16};
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-std::vector<float> RandomFloats(int64_t count, uint64_t seed) {
-  RandomSequence random(seed);
-  std::vector<float> values(static_cast<size_t>(count));
-  for (float& value : values) value = static_cast<float>(random.Uniform(-1, 1));
-  return values;
-}
 
 std::vector<float> Rounded(std::vector<float> values, DType dtype) {
   std::vector<float> bits(values.size());
@@ -300,7 +291,6 @@ TEST_P(LinearTest, BitsDoNotDependOnTheNumberOfThreads) {
   }
 }
 
-#if defined(__x86_64__)
 // Calls every task in the calling thread as it is: a host's runner need not care for the float
 // environment.
 class PlainRunner final : public ParallelRunner {
@@ -325,18 +315,16 @@ TEST_P(LinearTest, TheCallersFloatEnvironmentDoesNotMatter) {
       for (float& b : data.bias) b *= 0x1p-130F;
       PlainRunner runner;
       const std::vector<float> y = RunLinear(backend(), c, data, runner);
-      const unsigned before = _mm_getcsr();
-      _mm_setcsr(before | 0x8040 | 0x6000);  // flush to zero, denormals are zero, round toward zero
-      const std::vector<float> flushed = RunLinear(backend(), c, data, runner);
-      const unsigned after = _mm_getcsr();
-      _mm_setcsr(before);
-      EXPECT_TRUE(SameBits(y, flushed)) << Describe(c);
+      {
+        const HostFloatEnvironment host(kFlushSubnormals | kRoundTowardZero);
+        const std::vector<float> flushed = RunLinear(backend(), c, data, runner);
+        EXPECT_TRUE(host.IsInForce());
+        EXPECT_TRUE(SameBits(y, flushed)) << Describe(c);
+      }
       EXPECT_NE(y[0], 0);
-      EXPECT_EQ(after & 0xFFC0, (before | 0x8040 | 0x6000) & 0xFFC0);
     }
   }
 }
-#endif
 
 // NaN in one row, or in the weights of one output, stays there.
 TEST_P(LinearTest, NaNStaysInItsRowAndOutput) {

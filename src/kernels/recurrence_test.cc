@@ -9,24 +9,15 @@
 #include <vector>
 
 #include "base/random.h"
+#include "base/testing/host_float_environment.h"
 #include "kernels/backend.h"
 #include "kernels/reference/recurrence.h"
-
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
+#include "kernels/testing/random_floats.h"
 
 namespace quire {
 namespace {
 
 using Floats = std::vector<float>;
-
-Floats RandomFloats(int64_t count, uint64_t seed, double low = -1, double high = 1) {
-  RandomSequence random(seed);
-  Floats values(static_cast<size_t>(count));
-  for (float& value : values) value = static_cast<float>(random.Uniform(low, high));
-  return values;
-}
 
 bool SameBits(const Floats& a, const Floats& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
@@ -213,18 +204,14 @@ TEST_P(RecurrenceTest, MatrixOfABatchIsThatOfEachSequenceAlone) {
 }
 
 TEST_P(RecurrenceTest, TheCallersFloatEnvironmentDoesNotMatter) {
-#if defined(__x86_64__)
   MatrixCase c = MakeCase({2, 2, 8, 16, true}, 6, 5);
   for (float& value : c.inputs) value *= 1e-19F;  // products are subnormal
   for (float& value : c.state) value *= 1e-38F;
   const MatrixRun plain = RunMatrix(backend(), c, {6}, false, *single_);
-  const unsigned saved = _mm_getcsr();
-  _mm_setcsr(saved | 0x8040);  // FTZ and DAZ
+  const HostFloatEnvironment host(kFlushSubnormals);
   const MatrixRun flushed = RunMatrix(backend(), c, {6}, false, *single_);
-  _mm_setcsr(saved);
   EXPECT_TRUE(SameBits(plain.states[0], flushed.states[0]));
   EXPECT_TRUE(SameBits(plain.o, flushed.o));
-#endif
 }
 
 // ---------------------------------------------------------------------- convolution

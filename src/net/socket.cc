@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
@@ -23,6 +24,7 @@
 
 #include "base/check.h"
 #include "base/clock.h"
+#include "net/socket_address.h"
 
 namespace quire {
 namespace {
@@ -30,6 +32,7 @@ namespace {
 // A frame has a header, a head and a few tensors; more parts take another call.
 constexpr size_t kPartsMax = 64;
 constexpr int kBacklog = 128;
+constexpr size_t kEntriesWithoutMemory = 8;
 
 Status SystemError(const std::string& what) {
   const int code = errno;
@@ -37,12 +40,6 @@ Status SystemError(const std::string& what) {
 }
 
 bool IsLater() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
-
-struct Address {
-  sockaddr_storage storage{};
-  socklen_t size = 0;
-  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&storage); }
-};
 
 // A numeric address, with or without "%INTERFACE". False for anything else.
 bool ReadIpv6(const std::string& text, sockaddr_in6* to) {
@@ -53,8 +50,55 @@ bool ReadIpv6(const std::string& text, sockaddr_in6* to) {
   return to->sin6_scope_id != 0;
 }
 
-Address AddressOf(const Endpoint& endpoint) {
-  Address address;
+Socket NewSocket(const Endpoint& endpoint) {
+  const int family = endpoint.is_unix ? AF_UNIX : endpoint.is_ipv6 ? AF_INET6 : AF_INET;
+  return Socket(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+}
+
+// Small frames leave at once.
+void SetNoDelay(int fd) {
+  const int on = 1;
+  ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // fails on unix sockets: no matter
+}
+
+// The file of a server that was killed is removed; that of one which listens is not.
+void RemoveStaleFile(const Endpoint& endpoint, const SocketAddress& address) {
+  struct stat info {};
+  if (::lstat(endpoint.path.c_str(), &info) != 0 || !S_ISSOCK(info.st_mode)) return;
+  const Socket probe = NewSocket(endpoint);
+  if (probe.is_open() && ::connect(probe.fd(), address.get(), address.size) != 0 &&
+      errno == ECONNREFUSED) {
+    ::unlink(endpoint.path.c_str());
+  }
+}
+
+void ReadPort(int fd, Endpoint* endpoint) {
+  SocketAddress address;
+  address.size = sizeof(address.storage);
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address.storage), &address.size) != 0) return;
+  endpoint->port = address.port();
+}
+
+Status NoEndpoint(std::string_view text, const std::string& why) {
+  return Status(StatusCode::kBadArgument,
+                "endpoint \"" + std::string(text) + "\": " + why +
+                    "; give ADDRESS:PORT with a numeric address or localhost, or unix:PATH");
+}
+
+Result<Endpoint> ParseUnix(std::string_view text) {
+  Endpoint endpoint{.is_unix = true, .path = std::string(text.substr(5))};
+  if (endpoint.path.empty() || endpoint.path.size() >= sizeof(sockaddr_un::sun_path) ||
+      endpoint.path.find('\0') != std::string::npos) {
+    return NoEndpoint(
+        text, "a path has 1 to " + std::to_string(sizeof(sockaddr_un::sun_path) - 1) + " bytes");
+  }
+  return endpoint;
+}
+
+}  // namespace
+
+SocketAddress AddressOf(const Endpoint& endpoint) {
+  SocketAddress address;
   if (endpoint.is_unix) {
     auto* to = reinterpret_cast<sockaddr_un*>(&address.storage);
     to->sun_family = AF_UNIX;
@@ -76,54 +120,11 @@ Address AddressOf(const Endpoint& endpoint) {
   return address;
 }
 
-Socket NewSocket(const Endpoint& endpoint) {
-  const int family = endpoint.is_unix ? AF_UNIX : endpoint.is_ipv6 ? AF_INET6 : AF_INET;
-  return Socket(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+uint16_t SocketAddress::port() const {
+  return ntohs(storage.ss_family == AF_INET6
+                   ? reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port
+                   : reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
 }
-
-// Small frames leave at once.
-void SetNoDelay(int fd) {
-  const int on = 1;
-  ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // fails on unix sockets: no matter
-}
-
-// The file of a server that was killed is removed; that of one which listens is not.
-void RemoveStaleFile(const Endpoint& endpoint, const Address& address) {
-  struct stat info {};
-  if (::lstat(endpoint.path.c_str(), &info) != 0 || !S_ISSOCK(info.st_mode)) return;
-  const Socket probe = NewSocket(endpoint);
-  if (probe.is_open() && ::connect(probe.fd(), address.get(), address.size) != 0 &&
-      errno == ECONNREFUSED) {
-    ::unlink(endpoint.path.c_str());
-  }
-}
-
-void ReadPort(int fd, Endpoint* endpoint) {
-  sockaddr_storage storage{};
-  socklen_t size = sizeof(storage);
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) return;
-  endpoint->port =
-      ntohs(endpoint->is_ipv6 ? reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port
-                              : reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
-}
-
-Status NoEndpoint(std::string_view text, const std::string& why) {
-  return Status(StatusCode::kBadArgument,
-                "endpoint \"" + std::string(text) + "\": " + why +
-                    "; give ADDRESS:PORT with a numeric address or localhost, or unix:PATH");
-}
-
-Result<Endpoint> ParseUnix(std::string_view text) {
-  Endpoint endpoint{.is_unix = true, .path = std::string(text.substr(5))};
-  if (endpoint.path.empty() || endpoint.path.size() >= sizeof(sockaddr_un::sun_path) ||
-      endpoint.path.find('\0') != std::string::npos) {
-    return NoEndpoint(
-        text, "a path has 1 to " + std::to_string(sizeof(sockaddr_un::sun_path) - 1) + " bytes");
-  }
-  return endpoint;
-}
-
-}  // namespace
 
 Result<Endpoint> Endpoint::Parse(std::string_view text) {
   if (text.substr(0, 5) == "unix:") return ParseUnix(text);
@@ -167,7 +168,7 @@ Socket::~Socket() {
 
 Result<Socket> Socket::Listen(Endpoint* endpoint) {
   const std::string name = "listening at " + endpoint->ToString();
-  const Address address = AddressOf(*endpoint);
+  const SocketAddress address = AddressOf(*endpoint);
   if (endpoint->is_unix) RemoveStaleFile(*endpoint, address);
   Socket socket = NewSocket(*endpoint);
   if (!socket.is_open()) return SystemError(name);
@@ -188,7 +189,7 @@ Result<Socket> Socket::Connect(const Endpoint& endpoint) {
   Socket socket = NewSocket(endpoint);
   if (!socket.is_open()) return SystemError(name);
   if (!endpoint.is_unix) SetNoDelay(socket.fd());
-  const Address address = AddressOf(endpoint);
+  const SocketAddress address = AddressOf(endpoint);
   if (::connect(socket.fd(), address.get(), address.size) != 0 && errno != EINPROGRESS) {
     return SystemError(name);
   }
@@ -274,7 +275,10 @@ void Waker::Clear() const noexcept {
 }
 
 void PollSockets(std::span<PollEntry> entries, int64_t timeout_ns) {
-  std::vector<pollfd> fds(entries.size());
+  // Threads that must not fail wait for a few: no memory is taken for those.
+  std::array<pollfd, kEntriesWithoutMemory> few{};
+  std::vector<pollfd> many(entries.size() > few.size() ? entries.size() : 0);
+  pollfd* const fds = many.empty() ? few.data() : many.data();
   for (size_t i = 0; i < entries.size(); ++i) {
     fds[i].fd = entries[i].fd;
     if (entries[i].wants_read) fds[i].events |= POLLIN;
@@ -284,7 +288,7 @@ void PollSockets(std::span<PollEntry> entries, int64_t timeout_ns) {
   const int64_t timeout_ms = std::min<int64_t>(
       timeout_ns / kNsPerMs + (timeout_ns % kNsPerMs > 0 ? 1 : 0), std::numeric_limits<int>::max());
   const int count =
-      ::poll(fds.data(), fds.size(), timeout_ns == kNever ? -1 : static_cast<int>(timeout_ms));
+      ::poll(fds, entries.size(), timeout_ns == kNever ? -1 : static_cast<int>(timeout_ms));
   for (size_t i = 0; i < entries.size(); ++i) {
     const int events = count > 0 ? fds[i].revents : 0;
     entries[i].can_read = (events & (POLLIN | POLLHUP | POLLERR | POLLNVAL)) != 0;

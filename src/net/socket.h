@@ -89,7 +89,7 @@ struct PollEntry {
   bool can_read = false;  // or it has failed, which a read tells
   bool can_write = false;
 };
-// Waits for any of them, for at most timeout_ns (kNever: for ever).
+// Waits for any of them, for at most timeout_ns (kNever: for ever). Allocates nothing for up to 8.
 void PollSockets(std::span<PollEntry> entries, int64_t timeout_ns);
 
 }  // namespace quire

@@ -1,5 +1,5 @@
-// A connection's bytes, whatever carries them: TCP, TLS over it, or memory that two processes
-// share.
+// A connection's bytes, whatever carries them: TCP, TLS over it, memory that two processes share,
+// or UCX.
 #ifndef QUIRE_TRANSFER_BYTE_CHANNEL_H_
 #define QUIRE_TRANSFER_BYTE_CHANNEL_H_
 
@@ -26,13 +26,26 @@ class ByteChannel {
 
   // Nothing more is written: the peer reads the end after what was.
   virtual void EndWrites() noexcept = 0;
+  // After EndWrites: whether what was written reaches the peer without this side. Until then this
+  // is to be called again after a wait.
+  virtual bool HasLeft() noexcept { return true; }
 
   struct Wait {
-    PollEntry entry{};      // what PollSockets is to wait for
+    PollEntry entry{};      // what PollSockets is to wait for: nothing where nothing is wanted
     bool is_ready = false;  // Read or Write has something to do: do not wait
   };
   // Before a wait: the peer wakes it from here on.
   virtual Wait PrepareWait(bool wants_read, bool wants_write) = 0;
+};
+
+// Where connections come in. Never blocks. One thread at a time.
+class ByteListener {
+ public:
+  virtual ~ByteListener() = default;
+
+  // The next one; null: none now.
+  virtual Result<std::unique_ptr<ByteChannel>> Accept() = 0;
+  virtual ByteChannel::Wait PrepareWait() = 0;
 };
 
 std::unique_ptr<ByteChannel> StreamChannel(Socket socket);
@@ -41,6 +54,11 @@ std::unique_ptr<ByteChannel> TlsChannel(Socket socket, std::unique_ptr<TlsSessio
 // Over a unix socket. The connecting side makes the memory and passes it to the other one.
 Result<std::unique_ptr<ByteChannel>> ConnectSharedMemory(Socket socket);
 std::unique_ptr<ByteChannel> AcceptSharedMemory(Socket socket);
+// Over UCX, with libquire_ucx.so. The address is no unix socket's. Connecting ends with the first
+// bytes that are read, or a failure there. BadArgument without the library, with what to install.
+Result<std::unique_ptr<ByteChannel>> ConnectUcx(const Endpoint& endpoint);
+// `endpoint` gets the port that was taken.
+Result<std::unique_ptr<ByteListener>> ListenUcx(Endpoint* endpoint);
 
 }  // namespace quire
 

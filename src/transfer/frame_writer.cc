@@ -16,7 +16,7 @@ void FrameWriter::Queue(TransferOpcode opcode, std::vector<std::byte> head) {
 }
 
 void FrameWriter::Queue(std::shared_ptr<const OutgoingPart> part) {
-  QUIRE_DCHECK(part->bytes != nullptr);
+  QUIRE_DCHECK(!part->runs.empty());
   QUIRE_DCHECK(part->head.bytes > 0) << "no data frame would end the part";
   queue_.push_back({.opcode = TransferOpcode::kPart, .part = std::move(part)});
 }
@@ -43,21 +43,23 @@ std::vector<uint64_t> FrameWriter::DropParts(uint64_t epoch) {
   return dropped;
 }
 
-std::span<const std::span<const std::byte>> FrameWriter::Gather() {
-  if (!in_frame_ && has_output()) StartFrame();
-  QUIRE_DCHECK(in_frame_ == !spans_.empty()) << "a frame is open as long as bytes of it are left";
+std::span<const std::span<const std::byte>> FrameWriter::Gather(size_t frames_max) {
+  if (!spans_.empty()) return spans_;
+  QUIRE_DCHECK(frames_.empty() && data_part_ == nullptr)
+      << "they are kept as long as bytes are left";
+  while (frames_.size() < frames_max && data_part_ == nullptr && has_queued()) StartFrame();
   return spans_;
 }
 
 void FrameWriter::StartFrame() {
   if (!urgent_.empty()) {
-    SetFrame(urgent_.front().opcode, std::move(urgent_.front().head), {});
+    SetFrame(urgent_.front().opcode, std::move(urgent_.front().head));
     urgent_.pop_front();
     return;
   }
   Item& item = queue_.front();
   if (item.part != nullptr) return StartPartFrame(&item);
-  SetFrame(item.opcode, std::move(item.head), {});
+  SetFrame(item.opcode, std::move(item.head));
   queue_.pop_front();
 }
 
@@ -65,34 +67,47 @@ void FrameWriter::StartPartFrame(Item* item) {
   const OutgoingPart& part = *item->part;
   QUIRE_DCHECK(item->sent < part.head.bytes) << "the queue keeps a part that is sent";
   if (item->sent < 0) {
-    SetFrame(TransferOpcode::kPart, wire::Encode(part.head), {});
+    SetFrame(TransferOpcode::kPart, wire::Encode(part.head));
     item->sent = 0;
     return;
   }
   const int64_t count = std::min(part.head.bytes - item->sent, wire::kFrameDataBytesMax);
-  const std::span data(part.bytes.get() + item->sent, static_cast<size_t>(count));
-  frame_part_ = item->part;
+  data_part_ = item->part;
   SetFrame(TransferOpcode::kData,
-           wire::Encode(wire::TransferData{.part = part.head.number, .offset = item->sent}), data);
+           wire::Encode(wire::TransferData{.part = part.head.number, .offset = item->sent}), count);
+  AddData(part, item->sent, count);
   item->sent += count;
-  if (item->sent == part.head.bytes) queue_.pop_front();
+  if (item->sent < part.head.bytes) return;
+  last_whole_part_ = std::max(last_whole_part_, part.head.number);
+  queue_.pop_front();
 }
 
-void FrameWriter::SetFrame(TransferOpcode opcode, std::vector<std::byte> head,
-                           std::span<const std::byte> data) {
-  QUIRE_DCHECK(!in_frame_) << "bytes of another frame are still to be written";
+void FrameWriter::SetFrame(TransferOpcode opcode, std::vector<std::byte> head, int64_t data_bytes) {
   QUIRE_DCHECK(std::ssize(head) <= wire::kTransferHeadBytesMax) << "no peer takes such a head";
-  QUIRE_DCHECK(std::ssize(data) <= wire::kFrameDataBytesMax) << "nor such data";
-  head_ = std::move(head);
+  QUIRE_DCHECK(data_bytes <= wire::kFrameDataBytesMax) << "nor such data";
+  Frame& frame = frames_.emplace_back();
+  frame.head = std::move(head);
   wire::EncodeTransferHeader({.opcode = opcode,
                               .number = next_number_++,
-                              .head_bytes = static_cast<uint32_t>(head_.size()),
-                              .data_bytes = static_cast<uint32_t>(data.size()),
-                              .head_crc = Crc32c(head_.data(), head_.size())},
-                             header_);
-  spans_.assign({std::span<const std::byte>(header_), std::span<const std::byte>(head_), data});
-  std::erase_if(spans_, [](const auto& span) { return span.empty(); });
-  in_frame_ = true;
+                              .head_bytes = static_cast<uint32_t>(frame.head.size()),
+                              .data_bytes = static_cast<uint32_t>(data_bytes),
+                              .head_crc = Crc32c(frame.head.data(), frame.head.size())},
+                             frame.header);
+  spans_.emplace_back(frame.header);
+  if (!frame.head.empty()) spans_.emplace_back(frame.head);
+}
+
+void FrameWriter::AddData(const OutgoingPart& part, int64_t first, int64_t count) {
+  auto skipped = static_cast<size_t>(first);
+  auto left = static_cast<size_t>(count);
+  for (const std::span<const std::byte>& run : part.runs) {
+    const size_t from = std::min(skipped, run.size());
+    const size_t bytes = std::min(left, run.size() - from);
+    if (bytes > 0) spans_.push_back(run.subspan(from, bytes));
+    skipped -= from;
+    left -= bytes;
+  }
+  QUIRE_CHECK(left == 0) << "a part has fewer bytes than its head says";
 }
 
 void FrameWriter::Consume(size_t bytes) {
@@ -104,8 +119,8 @@ void FrameWriter::Consume(size_t bytes) {
     if (spans_.front().empty()) spans_.erase(spans_.begin());
   }
   if (!spans_.empty()) return;
-  in_frame_ = false;
-  frame_part_.reset();
+  frames_.clear();
+  data_part_.reset();
 }
 
 }  // namespace quire

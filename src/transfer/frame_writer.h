@@ -17,26 +17,31 @@ namespace quire {
 // Rows that are sent, kept until the receiver has them: it may ask for them again.
 struct OutgoingPart {
   wire::TransferPart head{};
-  std::unique_ptr<std::byte[]> bytes{};  // head.bytes of them
+  std::vector<std::span<const std::byte>> runs{};  // head.bytes of them, in order
+  std::shared_ptr<const void> memory{};            // of the runs
 };
 
 class FrameWriter {
  public:
-  // After all that is queued.
+  // After all that is queued. Parts are numbered in the order in which they are queued first.
   void Queue(wire::TransferOpcode opcode, std::vector<std::byte> head);
   void Queue(std::shared_ptr<const OutgoingPart> part);
-  // At the next border of frames.
+  // After the frames that were gathered.
   void QueueUrgent(wire::TransferOpcode opcode, std::vector<std::byte> head);
   // Drops what has not begun; `head` is the goodbye, and nothing follows it.
   void End(std::vector<std::byte> head);
   // Parts of that transfer that have not begun are not sent: their numbers.
   std::vector<uint64_t> DropParts(uint64_t epoch);
 
-  bool has_output() const { return in_frame_ || !urgent_.empty() || !queue_.empty(); }
+  // The last part of which all was gathered: every part of a lower number was, too, or was dropped.
+  uint64_t last_whole_part() const { return last_whole_part_; }
+
+  bool has_output() const { return !spans_.empty() || has_queued(); }
   size_t urgent_count() const { return urgent_.size(); }
 
-  // What is to be written next; valid until the next call that is not const. Empty without output.
-  std::span<const std::span<const std::byte>> Gather();
+  // What is to be written next: at most frames_max frames, the last of which alone has data. Valid
+  // until the next call that is not const. Empty without output.
+  std::span<const std::span<const std::byte>> Gather(size_t frames_max);
   // `bytes` of them are written.
   void Consume(size_t bytes);
 
@@ -48,19 +53,25 @@ class FrameWriter {
     int64_t sent = -1;                           // of its bytes; -1: not even its head
   };
 
+  bool has_queued() const { return !urgent_.empty() || !queue_.empty(); }
   void StartFrame();
   void StartPartFrame(Item* item);
-  void SetFrame(wire::TransferOpcode opcode, std::vector<std::byte> head,
-                std::span<const std::byte> data);
+  void SetFrame(wire::TransferOpcode opcode, std::vector<std::byte> head, int64_t data_bytes = 0);
+  // The frame's data: `count` bytes of the part's from `first` on.
+  void AddData(const OutgoingPart& part, int64_t first, int64_t count);
 
   std::deque<Item> urgent_;
   std::deque<Item> queue_;
+  struct Frame {
+    std::byte header[wire::kTransferHeaderBytes] = {};
+    std::vector<std::byte> head{};
+  };
+
   uint64_t next_number_ = 0;
-  bool in_frame_ = false;
-  std::byte header_[wire::kTransferHeaderBytes] = {};
-  std::vector<std::byte> head_;
-  std::shared_ptr<const OutgoingPart> frame_part_;  // keeps the frame's data
-  std::vector<std::span<const std::byte>> spans_;   // of the frame, what is not written
+  uint64_t last_whole_part_ = 0;
+  std::deque<Frame> frames_;                       // that were gathered
+  std::shared_ptr<const OutgoingPart> data_part_;  // keeps the data of the last of them
+  std::vector<std::span<const std::byte>> spans_;  // of them, what is not written
 };
 
 }  // namespace quire

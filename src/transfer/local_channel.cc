@@ -50,9 +50,10 @@ class LocalChannelImpl final : public LocalChannel {
         // As many rows at a time as the receiver has room for.
         const int64_t row_bytes = std::max<int64_t>(1, RowBytes(range.local, range.head_count));
         const int64_t rows_max = std::max<int64_t>(1, peer->receiver->staging().limit / row_bytes);
-        for (int64_t first = 0; first < range.count; first += rows_max)
-          QUIRE_RETURN_IF_ERROR(
-              Give(*peer, layer, range, first, std::min(rows_max, range.count - first)));
+        for (int64_t first = 0, count = 0; first < range.count; first += count) {
+          count = RowsOfPart(range.first_row + first, range.count - first, rows_max);
+          QUIRE_RETURN_IF_ERROR(Give(*peer, layer, range, first, count));
+        }
       }
       return Status();
     });

@@ -1,21 +1,16 @@
 #include "transfer/part_runs.h"
 
+#include <algorithm>
+
 #include "base/check.h"
+#include "base/round_up.h"
+#include "tensor/layer_runs.h"
 
 namespace quire {
 namespace {
 
-template <typename F>
-void ForEachStored(const LayerKV& rows, F&& f) {
-  for (const TensorView* tensor : {&rows.k, &rows.v, &rows.k_scale, &rows.v_scale}) {
-    if (tensor->rank() >= 2) f(*tensor);
-  }
-}
-
-int64_t BytesOfHeads(const TensorView& tensor, int64_t heads) {
-  QUIRE_DCHECK(heads >= 0 && heads <= tensor.dim(1));
-  return heads * tensor.stride(1) * DTypeBytes(tensor.dtype());
-}
+// A reservation begins with a tile, so the tiles of a transfer are of such rows.
+constexpr int64_t kTileRows = 16;
 
 int64_t SizeOf(std::span<const std::span<std::byte>> runs) {
   int64_t bytes = 0;
@@ -27,25 +22,28 @@ int64_t SizeOf(std::span<const std::span<std::byte>> runs) {
 
 int64_t RowBytes(const LayerKV& rows, int64_t head_count) {
   int64_t bytes = 0;
-  ForEachStored(rows, [&](const TensorView& tensor) { bytes += BytesOfHeads(tensor, head_count); });
+  ForEachTensor(rows, [&](const TensorView LayerKV::*tensor) {
+    bytes += BytesOfHeads(rows.*tensor, head_count);
+  });
   return bytes;
+}
+
+int64_t RowsOfPart(int64_t first, int64_t left, int64_t rows_max) {
+  QUIRE_DCHECK(first >= 0 && left > 0 && rows_max > 0);
+  if (left <= rows_max || rows_max < kTileRows) return std::min(left, rows_max);
+  const int64_t most = rows_max / kTileRows * kTileRows;
+  const int64_t parts = CeilDiv(left, most);
+  return RoundUp(CeilDiv(left, parts), kTileRows) - first % kTileRows;
 }
 
 std::vector<std::span<std::byte>> PartRuns(const LayerKV& rows, const ReceivePart& part) {
   std::vector<std::span<std::byte>> runs;
-  ForEachStored(rows, [&](const TensorView& tensor) {
-    QUIRE_DCHECK(part.first_row >= 0 && part.count <= tensor.dim(0) - part.first_row);
-    QUIRE_DCHECK(part.first_head >= 0 && part.head_count <= tensor.dim(1) - part.first_head);
-    const auto bytes = static_cast<size_t>(BytesOfHeads(tensor, part.head_count));
-    std::byte* const first = tensor.data_as<std::byte>() + BytesOfHeads(tensor, part.first_head) +
-                             part.first_row * tensor.stride(0) * DTypeBytes(tensor.dtype());
-    for (int64_t row = 0; row < part.count; ++row) {
-      std::byte* const begin = first + row * tensor.stride(0) * DTypeBytes(tensor.dtype());
-      if (!runs.empty() && runs.back().data() + runs.back().size() == begin) {
-        runs.back() = {runs.back().data(), runs.back().size() + bytes};
-      } else {
-        runs.emplace_back(begin, bytes);
-      }
+  ForEachRun(rows, part, [&](std::span<std::byte> run) {
+    // Tensors may lie side by side.
+    if (!runs.empty() && runs.back().data() + runs.back().size() == run.data()) {
+      runs.back() = {runs.back().data(), runs.back().size() + run.size()};
+    } else {
+      runs.push_back(run);
     }
   });
   QUIRE_DCHECK(SizeOf(runs) == part.count * RowBytes(rows, part.head_count));

@@ -6,12 +6,11 @@
 #include <new>
 #include <utility>
 
-#include "base/blocked_signals.h"
 #include "base/check.h"
 #include "base/checksum.h"
 #include "base/guard.h"
 #include "base/random.h"
-#include "transfer/part_runs.h"
+#include "base/start_thread.h"
 
 namespace quire {
 namespace {
@@ -19,6 +18,13 @@ namespace {
 // What one direction may do before the other one has its turn.
 constexpr int kReadsPerTurn = 16;
 constexpr int kWritesPerTurn = 16;
+// What a peer that is gone may have said before: more than a ring or a socket holds of small
+// frames.
+constexpr int kLastReads = 1 << 16;
+// The head of a part and its data, at least: each write may wake the peer.
+constexpr size_t kFramesPerWrite = 8;
+// For what was written last, the reason of the end above all.
+constexpr int64_t kLingerNs = 250 * kNsPerMs;
 // Transfers that are over, of which a late send still learns the reason.
 constexpr size_t kOverMax = 256;
 
@@ -32,7 +38,7 @@ Status CheckTime(const char* name, std::chrono::nanoseconds value) {
 
 // Copies the runs one after the other: their digest. In pieces, so that what is hashed is still in
 // the cache.
-uint32_t CopyRuns(std::span<const std::span<std::byte>> runs, std::byte* to) {
+uint32_t CopyRuns(std::span<const std::span<const std::byte>> runs, std::byte* to) {
   constexpr size_t kPiece = size_t{1} << 15;
   uint32_t digest = 0;
   for (std::span<const std::byte> run : runs) {
@@ -112,19 +118,39 @@ Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& optio
   return session;
 }
 
-Status CheckReach(const Endpoint& endpoint, const TransferPeerOptions& options) {
-  QUIRE_RETURN_IF_ERROR(CheckTls(options));
-  const bool is_guarded = !options.secret.empty() || !options.tls_ca_file.empty();
-  if (endpoint.is_local() || is_guarded) return Status();
-  return Status(StatusCode::kBadArgument,
-                "TransferPeerOptions: " + endpoint.ToString() +
-                    " is reached over a network, and secret is empty: set one, or TLS with "
-                    "tls_ca_file, tls_cert_file and tls_key_file, or use 127.0.0.1 or unix:PATH");
+Result<PeerEndpoint> PeerEndpoint::Parse(std::string_view text) {
+  constexpr std::string_view kUcx = "ucx:";
+  PeerEndpoint endpoint{.is_ucx = text.substr(0, kUcx.size()) == kUcx};
+  if (endpoint.is_ucx) text.remove_prefix(kUcx.size());
+  QUIRE_ASSIGN_OR_RETURN(endpoint.address, Endpoint::Parse(text));
+  if (!endpoint.is_ucx || !endpoint.address.is_unix) return endpoint;
+  return Status(StatusCode::kBadArgument, "endpoint \"ucx:" + std::string(text) +
+                                              "\": UCX needs an address: give ucx:ADDRESS:PORT");
 }
 
-Result<std::shared_ptr<const TlsContext>> TlsOf(const Endpoint& endpoint,
+Status CheckReach(const PeerEndpoint& endpoint, const TransferPeerOptions& options) {
+  QUIRE_RETURN_IF_ERROR(CheckTls(options));
+  const bool has_tls = !options.tls_ca_file.empty();
+  if (endpoint.is_ucx && has_tls) {
+    return Status(StatusCode::kBadArgument,
+                  "TransferPeerOptions: " + endpoint.ToString() +
+                      ": there is no TLS over UCX; leave tls_ca_file, tls_cert_file and "
+                      "tls_key_file empty and set secret, or use " +
+                      endpoint.address.ToString());
+  }
+  if (endpoint.address.is_local() || !options.secret.empty() || has_tls) return Status();
+  const std::string reached = "TransferPeerOptions: " + endpoint.ToString() +
+                              " is reached over a network, and secret is empty: set one, or ";
+  return Status(StatusCode::kBadArgument,
+                reached + (endpoint.is_ucx ? "use ucx:127.0.0.1:PORT"
+                                           : "TLS with tls_ca_file, tls_cert_file and "
+                                             "tls_key_file, or use 127.0.0.1 or unix:PATH"));
+}
+
+Result<std::shared_ptr<const TlsContext>> TlsOf(const PeerEndpoint& endpoint,
                                                 const TransferPeerOptions& options, bool listens) {
-  if (endpoint.is_unix || options.tls_ca_file.empty()) return std::shared_ptr<const TlsContext>();
+  if (endpoint.address.is_unix || options.tls_ca_file.empty())
+    return std::shared_ptr<const TlsContext>();
   Result<std::shared_ptr<const TlsContext>> made =
       TlsContext::Create({.is_server = listens,
                           .ca_file = options.tls_ca_file,
@@ -146,8 +172,8 @@ Result<std::shared_ptr<PeerConnection>> PeerConnection::Start(std::unique_ptr<By
   auto connection =
       std::make_shared<PeerConnection>(std::move(channel), std::move(endpoint), std::move(options),
                                        std::move(waker), std::move(changed));
-  const ScopedBlockedSignals blocked;
-  connection->thread_ = std::thread([here = connection.get()] { here->Run(); });
+  QUIRE_RETURN_IF_ERROR(StartThread("a connection of transfers", &connection->thread_,
+                                    [here = connection.get()] { here->Run(); }));
   return connection;
 }
 
@@ -155,12 +181,12 @@ PeerConnection::PeerConnection(std::unique_ptr<ByteChannel> channel, std::string
                                TransferSession::Options options, Waker waker,
                                std::function<void()> changed)
     : endpoint_(std::move(endpoint)),
-      send_wait_ns_(options.send_wait_ns),
       own_window_bytes_(options.window_bytes),
       changed_here_(std::move(changed)),
       waker_(std::move(waker)),
       channel_(std::move(channel)),
-      session_(this, std::move(options), clock_->SteadyNs()) {}
+      session_(this, options, clock_->SteadyNs()),
+      pace_(options.send_wait_ns) {}
 
 PeerConnection::~PeerConnection() {
   Close();
@@ -181,6 +207,11 @@ Status PeerConnection::WaitOpen(int64_t until_ns) {
 bool PeerConnection::is_open() const {
   const std::lock_guard lock(mutex_);
   return is_open_ && status_.ok();
+}
+
+bool PeerConnection::is_over() const {
+  const std::lock_guard lock(mutex_);
+  return is_over_;
 }
 
 Status PeerConnection::status() const {
@@ -240,9 +271,21 @@ TransferPeerStats PeerConnection::stats() const {
           .receives_open = static_cast<int64_t>(session.receives().open_count())};
 }
 
+// Not to the session at once: an engine says it with each step, and would wait for the thread.
 Status PeerConnection::SetLoad(const TransferLoad& load) {
-  return WithSession([&] {
-    session_.SetLoad(load);
+  return GuardEntry([&]() -> Status {
+    if (!wire::IsLoad(load)) {
+      return Status(StatusCode::kBadArgument,
+                    "SetLoad: " + std::to_string(load.queued_tokens) + " tokens at " +
+                        std::to_string(load.ns_per_token) +
+                        " ns each is no load; neither may be negative, or above 2^40");
+    }
+    const std::lock_guard lock(mutex_);
+    if (!status_.ok()) return status_;
+    if (is_closing_) return ClosedHere();
+    if (own_load_ == load) return Status();
+    own_load_ = load;
+    waker_.Signal();
     return Status();
   });
 }
@@ -347,8 +390,8 @@ Status PeerConnection::SendRows(int64_t layer, const SendRange& range) {
   const int64_t row_bytes = RowBytes(range.local, range.head_count);
   const int64_t part_bytes = std::min(kPartBytes, window_bytes());
   const int64_t rows_max = std::max<int64_t>(1, part_bytes / std::max<int64_t>(1, row_bytes));
-  for (int64_t first = 0; first < range.count; first += rows_max) {
-    const int64_t count = std::min(rows_max, range.count - first);
+  for (int64_t first = 0, count = 0; first < range.count; first += count) {
+    count = RowsOfPart(range.first_row + first, range.count - first, rows_max);
     QUIRE_RETURN_IF_ERROR(TakeWindow(range.epoch, count * row_bytes));
     const Status sent = GuardEntry([&] { return SendPart(layer, range, first, count); });
     if (!sent.ok()) GiveWindow(count * row_bytes);  // no part takes it
@@ -360,13 +403,12 @@ Status PeerConnection::SendRows(int64_t layer, const SendRange& range) {
 Status PeerConnection::SendPart(int64_t layer, const SendRange& range, int64_t first,
                                 int64_t count) {
   QUIRE_DCHECK(count > 0 && first >= 0 && count <= range.count - first);
-  const int64_t bytes = count * RowBytes(range.local, range.head_count);
-  const std::shared_ptr<OutgoingPart> part = PartPool::Take(pool_, bytes);
   const ReceivePart local{.first_row = first,
                           .count = count,
                           .first_head = range.local_head,
                           .head_count = range.head_count};
-  part->head.digest = CopyRuns(PartRuns(range.local, local), part->bytes.get());
+  const auto part = std::make_shared<OutgoingPart>();
+  FillPart(range.local, local, range.memory, part.get());
   part->head.epoch = range.epoch;
   part->head.layer = layer;
   part->head.part = {.first_row = range.first_row + first,
@@ -377,6 +419,28 @@ Status PeerConnection::SendPart(int64_t layer, const SendRange& range, int64_t f
     part->head.receiver = receiver_;
     session.sends().SendPart(part);
   });
+}
+
+// Rows in a few runs stay where they are, if they can. Those of some heads are gathered, as is what
+// its owner writes to again.
+void PeerConnection::FillPart(const LayerKV& rows, const ReceivePart& local,
+                              const std::shared_ptr<const void>& memory, OutgoingPart* part) const {
+  constexpr size_t kRunsMax = 8;
+  const std::vector<std::span<std::byte>> runs = PartRuns(rows, local);
+  part->head.bytes = local.count * RowBytes(rows, local.head_count);
+  part->runs.assign(runs.begin(), runs.end());
+  if (memory != nullptr && runs.size() <= kRunsMax) {
+    part->memory = memory;
+    uint32_t digest = 0;
+    for (const auto& run : part->runs) digest = Crc32c(run.data(), run.size(), digest);
+    part->head.digest = digest;
+    return;
+  }
+  const auto copy = SharedSpareMemory::Take(copies_, part->head.bytes);
+  part->head.digest = CopyRuns(part->runs, copy.get());
+  part->runs.assign(
+      {std::span<const std::byte>(copy.get(), static_cast<size_t>(part->head.bytes))});
+  part->memory = copy;
 }
 
 Status PeerConnection::CheckSendLocked(uint64_t epoch) const {
@@ -400,17 +464,21 @@ Status PeerConnection::TakeWindow(uint64_t epoch, int64_t bytes) {
                       std::to_string(std::min(window_bytes_, wire::kPartBytesMax)) +
                       "; raise its window_bytes");
   }
-  const bool has_room = WaitUntil(*clock_, changed_, lock, clock_->SteadyNs() + send_wait_ns_, [&] {
+  const int64_t begin_ns = clock_->SteadyNs();
+  const bool has_room = WaitUntil(*clock_, changed_, lock, begin_ns + pace_.left_ns(), [&] {
     return window_left_ >= bytes || is_closing_ || !status_.ok() || sends_.count(epoch) == 0;
   });
+  pace_.Waited(clock_->SteadyNs() - begin_ns);
   QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
   if (!has_room) {
     return Status(StatusCode::kTimeout,
                   "transfer: " + endpoint_ + " has made no room for " + std::to_string(bytes) +
-                      " bytes within send_wait; it takes rows more slowly than they are computed");
+                      " bytes within send_wait, or too little again and again; it takes rows more "
+                      "slowly than they are computed");
   }
   QUIRE_CHECK(bytes <= window_left_) << "the peer takes this for a breach";
   window_left_ -= bytes;
+  pace_.Sent(bytes);
   return Status();
 }
 
@@ -424,6 +492,10 @@ Status PeerConnection::Push(uint64_t epoch, Command command) {
 
 Status PeerConnection::SendRecords(std::span<const SendRecord> records, bool is_aborted) {
   return GuardEntry([&]() -> Status {
+    {
+      const std::lock_guard lock(mutex_);
+      pace_.Reset();  // the forward is over
+    }
     for (const SendRecord& record : records) {
       wire::TransferRecord message{.epoch = record.epoch,
                                    .first_row = record.first_row,
@@ -477,6 +549,13 @@ void PeerConnection::OnLoad(const TransferLoad& load) {
   const std::lock_guard lock(mutex_);
   load_ = load;
   is_wake_due_ = true;
+}
+
+void PeerConnection::OnOver(const Status& why) noexcept {
+  const std::lock_guard lock(mutex_);
+  status_ = why;
+  is_wake_due_ = true;
+  changed_.notify_all();
 }
 
 void PeerConnection::OnRequest(TransferRequest request) {
@@ -547,20 +626,32 @@ void PeerConnection::Run() noexcept {
       }
     }
     Wake();
-    if (!goes_on) return;
+    if (!goes_on) return Linger();
     PollSockets(entries, timeout);
     if (entries[0].can_read) waker_.Clear();
     can_read |= entries[1].can_read;
   }
 }
 
+// Without the session, which is over: nobody else uses the channel any more.
+void PeerConnection::Linger() noexcept {
+  const int64_t until = clock_->SteadyNs() + kLingerNs;
+  for (int64_t left = kLingerNs; !channel_->HasLeft() && left > 0;
+       left = until - clock_->SteadyNs()) {
+    const ByteChannel::Wait wait = channel_->PrepareWait(false, false);
+    PollEntry entry = wait.entry;
+    if (!wait.is_ready) PollSockets(std::span(&entry, 1), left);
+  }
+}
+
 bool PeerConnection::Turn(bool can_read) {
-  if (RunCommands() && session_.status().ok()) {
+  if (RunCommands()) {
+    // If it is ending already, the peer is told why, and may take no bytes: it is not waited for.
     session_.Close(Status(StatusCode::kClosed, "the connection was closed"), clock_->SteadyNs());
     WriteSome();  // what the peer takes at once
     return false;
   }
-  if (can_read && !ReadSome()) return false;
+  if (can_read && !ReadSome(kReadsPerTurn)) return false;
   if (!WriteSome()) return false;
   session_.Tick(clock_->SteadyNs());
   return !session_.is_over();
@@ -573,13 +664,14 @@ bool PeerConnection::RunCommands() {
     const std::lock_guard lock(mutex_);
     commands.swap(commands_);
     is_closing = is_closing_;
+    session_.SetLoad(own_load_);
   }
   for (const Command& command : commands) command(session_);
   return is_closing;
 }
 
-bool PeerConnection::ReadSome() {
-  for (int i = 0; i < kReadsPerTurn && session_.accepts_input(); ++i) {
+bool PeerConnection::ReadSome(int reads_max) {
+  for (int i = 0; i < reads_max && session_.accepts_input(); ++i) {
     const Result<size_t> count = channel_->Read(session_.Places());
     if (!count.ok()) {
       session_.Lose(Status(count.status().code(), "transfer: " + endpoint_ + ": " +
@@ -594,10 +686,10 @@ bool PeerConnection::ReadSome() {
 
 bool PeerConnection::WriteSome() {
   for (int i = 0; i < kWritesPerTurn && session_.has_output(); ++i) {
-    const Result<size_t> count = channel_->Write(session_.Gather());
+    const Result<size_t> count = channel_->Write(session_.Gather(kFramesPerWrite));
     if (!count.ok()) {
-      // What the peer said before it closed says why.
-      if (!ReadSome()) return false;
+      // What the peer said before it closed says why, and its last rows may count.
+      if (!ReadSome(kLastReads)) return false;
       session_.Lose(Status(count.status().code(), "transfer: " + endpoint_ + ": " +
                                                       std::string(count.status().message())));
       return false;
@@ -615,45 +707,59 @@ void PeerConnection::Finish(const Status& why) noexcept {
   channel_->EndWrites();
   {
     const std::lock_guard lock(mutex_);
-    status_ = session_.status();
     QUIRE_CHECK(!status_.ok()) << "those that wait would wait for ever";
+    is_over_ = true;
     is_wake_due_ = true;
     commands_.clear();
-    changed_.notify_all();
   }
   if (changed_here_) changed_here_();
 }
 
+namespace {
+
+// Until the socket is connected; the peer's answer is not waited for.
+Result<std::unique_ptr<ByteChannel>> ConnectChannel(const PeerEndpoint& peer,
+                                                    std::chrono::nanoseconds timeout,
+                                                    const TlsContext* tls) {
+  if (peer.is_ucx) return ConnectUcx(peer.address);
+  const Endpoint& endpoint = peer.address;
+  QUIRE_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(endpoint));
+  PollEntry entry{.fd = socket.fd(), .wants_write = true};
+  // A signal of the host ends a wait before its time.
+  const std::shared_ptr<Clock> clock = MachineTime();
+  const int64_t until_ns = clock->SteadyNs() + timeout.count();
+  for (int64_t left = timeout.count(); !entry.can_write && left > 0;
+       left = until_ns - clock->SteadyNs()) {
+    PollSockets(std::span(&entry, 1), left);
+  }
+  if (!entry.can_write) {
+    return Status(StatusCode::kTimeout,
+                  "connecting to " + endpoint.ToString() + ": no answer within connect_timeout");
+  }
+  QUIRE_RETURN_IF_ERROR(socket.ConnectError());
+  if (endpoint.is_unix) return ConnectSharedMemory(std::move(socket));
+  if (tls == nullptr) return StreamChannel(std::move(socket));
+  // Without the interface of a link-local address, which no certificate has.
+  const std::string host = endpoint.address.substr(0, endpoint.address.find('%'));
+  QUIRE_ASSIGN_OR_RETURN(auto secured, tls->Start(socket.fd(), host));
+  return TlsChannel(std::move(socket), std::move(secured));
+}
+
+}  // namespace
+
 Result<std::shared_ptr<TransferPeer>> TransferPeer::Connect(const std::string& name,
                                                             const TransferPeerOptions& options) {
   return GuardEntry([&]() -> Result<std::shared_ptr<TransferPeer>> {
-    QUIRE_ASSIGN_OR_RETURN(const Endpoint endpoint, Endpoint::Parse(name));
+    QUIRE_ASSIGN_OR_RETURN(const PeerEndpoint endpoint, PeerEndpoint::Parse(name));
     QUIRE_RETURN_IF_ERROR(CheckReach(endpoint, options));
     QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options));
     QUIRE_ASSIGN_OR_RETURN(const auto tls, TlsOf(endpoint, options, /*listens=*/false));
     session.is_connector = true;
-    session.carries_salts |= endpoint.is_unix || tls != nullptr;
+    session.carries_salts |= endpoint.address.is_unix || tls != nullptr;
     const std::shared_ptr<Clock> clock = MachineTime();
     const int64_t until = clock->SteadyNs() + options.connect_timeout.count();
-    QUIRE_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(endpoint));
-    PollEntry entry{.fd = socket.fd(), .wants_write = true};
-    PollSockets(std::span(&entry, 1), options.connect_timeout.count());
-    if (!entry.can_write) {
-      return Status(StatusCode::kTimeout,
-                    "connecting to " + endpoint.ToString() + ": no answer within connect_timeout");
-    }
-    QUIRE_RETURN_IF_ERROR(socket.ConnectError());
-    std::unique_ptr<ByteChannel> channel;
-    if (endpoint.is_unix) {
-      QUIRE_ASSIGN_OR_RETURN(channel, ConnectSharedMemory(std::move(socket)));
-    } else if (tls != nullptr) {
-      // Without the interface of a link-local address, which no certificate has.
-      const std::string host = endpoint.address.substr(0, endpoint.address.find('%'));
-      QUIRE_ASSIGN_OR_RETURN(auto secured, tls->Start(socket.fd(), host));
-      channel = TlsChannel(std::move(socket), std::move(secured));
-    } else {
-      channel = StreamChannel(std::move(socket));
-    }
+    QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<ByteChannel> channel,
+                           ConnectChannel(endpoint, options.connect_timeout, tls.get()));
     QUIRE_ASSIGN_OR_RETURN(const std::shared_ptr<PeerConnection> connection,
                            PeerConnection::Start(std::move(channel), endpoint.ToString(),
                                                  std::move(session), nullptr));

@@ -16,21 +16,25 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "base/spare_memory.h"
 #include "net/socket.h"
 #include "quire/transfer_peer.h"
 #include "transfer/byte_channel.h"
-#include "transfer/part_pool.h"
+#include "transfer/part_runs.h"
+#include "transfer/peer_endpoint.h"
+#include "transfer/send_pace.h"
 #include "transfer/transfer_session.h"
 
 namespace quire {
 
 // BadArgument for what is out of range, TooLarge for a passport that no opening takes.
 Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& options);
-// BadArgument for an address of other machines without a secret or TLS, and for a part of TLS.
-Status CheckReach(const Endpoint& endpoint, const TransferPeerOptions& options);
+// BadArgument for an address of other machines without a secret or TLS, for a part of TLS, and for
+// TLS over UCX.
+Status CheckReach(const PeerEndpoint& endpoint, const TransferPeerOptions& options);
 // What connections to or at an endpoint of CheckReach are protected by; null: nothing, or no other
 // machine reads them. BadArgument for a file by its option.
-Result<std::shared_ptr<const TlsContext>> TlsOf(const Endpoint& endpoint,
+Result<std::shared_ptr<const TlsContext>> TlsOf(const PeerEndpoint& endpoint,
                                                 const TransferPeerOptions& options, bool listens);
 
 class PeerConnection final : public TransferPeer, private TransferSession::Owner {
@@ -47,7 +51,8 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   // Until both sides have compared passports: why not, if so.
   Status WaitOpen(int64_t until_ns);
   bool is_open() const;
-  bool is_over() const { return !status().ok(); }
+  // The peer has been told why it ended, or cannot be.
+  bool is_over() const;
 
   const std::string& endpoint() const override { return endpoint_; }
   Status status() const override;
@@ -73,8 +78,12 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
  private:
   using Command = std::function<void(TransferSession&)>;
 
+  // For copies of rows, of which none is on its way.
+  static constexpr int64_t kSpareBytesMax = 16 * kPartBytes;
+
   void OnOpen(int64_t window_bytes, const wire::Instance& receiver) override;
   void OnLoad(const TransferLoad& load) override;
+  void OnOver(const Status& why) noexcept override;
   void OnRequest(TransferRequest request) override;
   void OnSendOver(uint64_t epoch, const Status& why) override;
   void OnPartTaken(const OutgoingPart& part) override;
@@ -83,6 +92,8 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   Status SendRows(int64_t layer, const SendRange& range);
   // Rows `first`, ... of the range, `count` of them, for which there is room.
   Status SendPart(int64_t layer, const SendRange& range, int64_t first, int64_t count);
+  void FillPart(const LayerKV& rows, const ReceivePart& local,
+                const std::shared_ptr<const void>& memory, OutgoingPart* part) const;
   // Waits until the window takes them.
   Status TakeWindow(uint64_t epoch, int64_t bytes);
   void GiveWindow(int64_t bytes);
@@ -95,19 +106,21 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   void Wake() noexcept;
   // False: it is over.
   bool Turn(bool can_read);
-  bool ReadSome();
+  bool ReadSome(int reads_max);
   bool WriteSome();
   // Whether the connection is to be closed.
   bool RunCommands();
   void Finish(const Status& why) noexcept;
+  // Until what was written reaches the peer without us: not for long, the peer may be dead.
+  void Linger() noexcept;
   template <typename F>
   auto WithSession(F&& f);
 
   const std::string endpoint_;
-  const int64_t send_wait_ns_;
   const int64_t own_window_bytes_;  // of parts to here
   const std::shared_ptr<Clock> clock_ = MachineTime();
-  const std::shared_ptr<PartPool> pool_ = std::make_shared<PartPool>();
+  const std::shared_ptr<SharedSpareMemory> copies_ =
+      std::make_shared<SharedSpareMemory>(kSpareBytesMax);
   const std::function<void()> changed_here_;
   const Waker waker_;
 
@@ -122,14 +135,17 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   std::condition_variable changed_;  // window, requests, state
   bool is_open_ = false;
   bool is_closing_ = false;
-  Status status_;  // why it is over
+  bool is_over_ = false;  // nothing is sent or read any more
+  Status status_;         // why it is ending or over
   wire::Instance receiver_{};
   int64_t window_left_ = 0;
   int64_t window_bytes_ = 0;
+  SendPace pace_;
   std::set<uint64_t> sends_;         // epochs that are open
   std::map<uint64_t, Status> over_;  // the last that are over, and why
   std::deque<uint64_t> over_order_;  // of them, the oldest first
   TransferLoad load_;                // of the other side
+  TransferLoad own_load_;            // as SetLoad was told last
   bool is_wake_due_ = false;
   std::deque<TransferRequest> requests_;
   std::deque<Command> commands_;

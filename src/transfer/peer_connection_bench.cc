@@ -1,17 +1,20 @@
-// Rows from one connection to another in this process, over TCP and shared memory: digests, staging
-// memory and records included. Beside them one copy of the same bytes. Argument: bytes of a part as
-// a cache gives it; the connection cuts those above a frame.
+// Rows from one connection to another in this process, over TCP, shared memory and UCX: digests,
+// staging memory and records included. Beside them one copy of the same bytes. Argument: bytes of a
+// part as a cache gives it; the connection cuts those above a frame.
 #include <benchmark/benchmark.h>
-#include <sys/socket.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <utility>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "base/check.h"
-#include "transfer/peer_connection.h"
+#include "base/clock.h"
+#include "quire/transfer_peer.h"
 
 namespace quire {
 namespace {
@@ -35,7 +38,8 @@ class BenchReceiver final : public KVTransfer {
   Result<ReceiveView> View(uint64_t, int64_t, const ReceivePart& part) override {
     return ReceiveView{.rows = Rows(part.first_row, part.count), .memory = nullptr};
   }
-  Status Store(uint64_t, int64_t, const ReceivePart&, const ReceiveView&, uint32_t) override {
+  Status Store(uint64_t, int64_t, const ReceivePart&, const ReceiveView&,
+               std::optional<uint32_t>) override {
     return Status();
   }
   StagingUse staging() const override { return StagingUse(); }
@@ -78,47 +82,36 @@ class BenchReceiver final : public KVTransfer {
 };
 
 struct Loop {
-  explicit Loop(bool is_shared, int64_t rows) : receiver(rows) {
-    std::unique_ptr<ByteChannel> channels[2];
-    Endpoint endpoint =
-        Endpoint::Parse(is_shared ? "unix:/tmp/quire-transfer-bench.sock" : "127.0.0.1:0").value();
-    const Socket listener = Socket::Listen(&endpoint).value();
-    Socket first = Socket::Connect(endpoint).value();
-    PollEntry entry{.fd = listener.fd(), .wants_read = true};
-    PollSockets(std::span(&entry, 1), kMinuteNs);
-    Socket second = listener.Accept().value();
-    RemoveSocketFile(endpoint);
-    channels[0] =
-        is_shared ? ConnectSharedMemory(std::move(first)).value() : StreamChannel(std::move(first));
-    channels[1] =
-        is_shared ? AcceptSharedMemory(std::move(second)) : StreamChannel(std::move(second));
+  // Both ends are here.
+  Loop(const std::string& endpoint, int64_t rows) : receiver(rows) {
     TransferPeerOptions options;
     PassportLayer layer;
     layer.kv_heads = layer.head_dim = layer.v_head_dim = 1;
     options.passport.layers = {layer};
     options.send_wait = std::chrono::nanoseconds(kMinuteNs);
-    TransferSession::Options session = SessionOptions(options).value();
-    session.is_connector = true;
-    to = PeerConnection::Start(std::move(channels[0]), "bench", session, nullptr).value();
-    session.is_connector = false;
-    from = PeerConnection::Start(std::move(channels[1]), "bench", session, nullptr).value();
-    const int64_t until = clock->SteadyNs() + kMinuteNs;
-    QUIRE_CHECK(to->SetReceiver(&receiver).ok() && to->WaitOpen(until).ok());
+    auto listener = TransferListener::Start({.endpoint = endpoint, .peer = options});
+    status = listener.status();
+    if (!status.ok()) return;
+    to = TransferPeer::Connect((*listener)->endpoint(), options).value();
+    from = (*listener)->Accept(*clock, kNever).value().value();
+    QUIRE_CHECK(to->SetReceiver(&receiver).ok());
     const ReceiveMap map{.epoch = 1, .slots = {1, 0, rows}, .count = rows, .kv_heads = {kHeads}};
     QUIRE_CHECK(to->Request({}, map).ok());
-    QUIRE_CHECK(from->NextRequest(*clock, until).ok());
+    QUIRE_CHECK(from->NextRequest(*clock, kNever).ok());
   }
-  ~Loop() { QUIRE_CHECK(to->SetReceiver(nullptr).ok()); }
+  ~Loop() { QUIRE_CHECK(to == nullptr || to->SetReceiver(nullptr).ok()); }
 
+  Status status;  // why there is none
   const std::shared_ptr<Clock> clock = MachineTime();
   BenchReceiver receiver;
-  std::shared_ptr<PeerConnection> to;
-  std::shared_ptr<PeerConnection> from;
+  std::shared_ptr<TransferPeer> to;
+  std::shared_ptr<TransferPeer> from;
 };
 
-void Move(benchmark::State& state, bool is_shared) {
+void Move(benchmark::State& state, const std::string& endpoint) {
   const int64_t rows = state.range(0) / kBenchRowBytes;
-  Loop loop(is_shared, rows);
+  Loop loop(endpoint, rows);
+  if (!loop.status.ok()) return state.SkipWithError(loop.status.ToString().c_str());
   BenchReceiver source(rows * kLayers);
   for (auto _ : state) {
     for (int64_t layer = 0; layer < kLayers; ++layer) {
@@ -136,8 +129,12 @@ void Move(benchmark::State& state, bool is_shared) {
   state.SetBytesProcessed(state.iterations() * kLayers * rows * kBenchRowBytes);
 }
 
-void Tcp(benchmark::State& state) { Move(state, false); }
-void SharedMemoryRings(benchmark::State& state) { Move(state, true); }
+void Tcp(benchmark::State& state) { Move(state, "127.0.0.1:0"); }
+void SharedMemoryRings(benchmark::State& state) {
+  Move(state, "unix:/tmp/quire-transfer-bench.sock");
+}
+// UCX_TLS picks the transports, as it does for ucx_perftest.
+void Ucx(benchmark::State& state) { Move(state, "ucx:127.0.0.1:0"); }
 
 // The same bytes from and to memory as large.
 void Memcpy(benchmark::State& state) {
@@ -159,6 +156,7 @@ void Sizes(benchmark::internal::Benchmark* bench) {
 }
 BENCHMARK(Tcp)->Apply(Sizes);
 BENCHMARK(SharedMemoryRings)->Apply(Sizes);
+BENCHMARK(Ucx)->Apply(Sizes);
 BENCHMARK(Memcpy)->Apply(Sizes);
 
 }  // namespace

@@ -1,43 +1,37 @@
-// Connections with their threads, over a socket and over shared memory, and over both while the
-// bytes are delayed, cut, changed, repeated and moved.
+// Connections with their threads, over a socket, shared memory and UCX, and while the bytes are
+// delayed, cut, changed, repeated and moved.
 #include "transfer/peer_connection.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <array>
+#include <atomic>
+#include <chrono>
 #include <cstring>
+#include <functional>
+#include <future>
+#include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/guard.h"
 #include "base/testing/refuse_each.h"
 #include "base/testing/soak.h"
 #include "transfer/testing/faulty_channel.h"
+#include "transfer/testing/test_channels.h"
 #include "transfer/testing/test_session.h"
 
 namespace quire {
 namespace {
 
 constexpr int64_t kMinuteNs = 60 * kTestSecondNs;  // for what must come; nothing waits so long
-
-std::pair<Socket, Socket> SocketPair() {
-  int fds[2];
-  EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
-  return {Socket(fds[0]), Socket(fds[1])};
-}
-
-using Channels = std::array<std::unique_ptr<ByteChannel>, 2>;
-
-Channels MakeChannels(bool is_shared) {
-  auto [first, second] = SocketPair();
-  if (!is_shared) return {StreamChannel(std::move(first)), StreamChannel(std::move(second))};
-  return {ConnectSharedMemory(std::move(first)).value(), AcceptSharedMemory(std::move(second))};
-}
 
 // A receiver that connects and a sender.
 struct ConnectionPair {
@@ -64,16 +58,18 @@ struct ConnectionPair {
     EXPECT_EQ(request->map.slots, map.slots);
     return map.epoch;
   }
-  // A forward's rows of all layers, and its end.
+  // A forward's rows of all layers, and its end. The first layer's stay where they are, the other's
+  // are for the call alone.
   Status Send(uint64_t epoch, int64_t first, int64_t count, int64_t first_head = 0,
               int64_t head_count = kTestHeads) {
     for (int64_t layer = 0; layer < kTestLayers; ++layer) {
-      TestRows rows = RowsOfLayer(layer, first + count);
+      const auto rows = std::make_shared<TestRows>(RowsOfLayer(layer, first + count));
       SendRange range;
       range.epoch = epoch;
       range.first_row = first;
       range.count = count;
-      range.local = rows.View(first, count);
+      range.local = rows->View(first, count);
+      if (layer == 0) range.memory = rows;
       range.local_head = range.remote_head = first_head;
       range.head_count = head_count;
       QUIRE_RETURN_IF_ERROR(from->OnLayerAppended(layer, std::span(&range, 1)));
@@ -89,10 +85,10 @@ struct ConnectionPair {
 };
 
 TEST(PeerConnection, RowsArriveOverEveryChannel) {
-  for (const bool is_shared : {false, true}) {
-    SCOPED_TRACE(is_shared);
+  for (const Way way : EachWay()) {
+    SCOPED_TRACE(NameOf(way));
     // A window of a few rows, so that the sender waits for the receiver.
-    ConnectionPair pair(MakeChannels(is_shared), 1000 * kTestRowBytes);
+    ConnectionPair pair(MakeChannels(way), 1000 * kTestRowBytes);
     const auto epoch = pair.Ask(20'000);
     ASSERT_TRUE(epoch.ok()) << epoch.status().ToString();
     for (int64_t row = 0; row < 20'000; row += 500)
@@ -110,17 +106,16 @@ TEST(PeerConnection, TwoSendersShareTheStagingMemoryOfAReceiver) {
   constexpr int64_t kRows = 400;
   constexpr int64_t kRowsOfPart = 4;
   constexpr int64_t kStaging = kRowsOfPart * kTestRowBytes / kTestHeads;
-  for (const bool is_shared : {false, true}) {
-    SCOPED_TRACE(is_shared);
-    ConnectionPair first(MakeChannels(is_shared), kStaging),
-        second(MakeChannels(is_shared), 1 << 20);
+  for (const Way way : EachWay()) {
+    SCOPED_TRACE(NameOf(way));
+    ConnectionPair first(MakeChannels(way), kStaging), second(MakeChannels(way), 1 << 20);
     TestReceiver& receiver = first.receiver;
     ASSERT_TRUE(second.to->SetReceiver(nullptr).ok());
     ASSERT_TRUE(receiver.SetStagingLimit(kStaging).ok());
     const Status refused = second.to->SetReceiver(&receiver);
     EXPECT_EQ(refused.code(), StatusCode::kBadArgument);
     EXPECT_NE(refused.message().find("staging_bytes"), std::string::npos) << refused.ToString();
-    ConnectionPair third(MakeChannels(is_shared), kStaging);
+    ConnectionPair third(MakeChannels(way), kStaging);
     ASSERT_TRUE(third.to->SetReceiver(nullptr).ok());
     ASSERT_TRUE(third.to->SetReceiver(&receiver).ok());
     const ReceiveMap map = receiver.Reserve(kRows);
@@ -145,7 +140,7 @@ TEST(PeerConnection, TwoSendersShareTheStagingMemoryOfAReceiver) {
 }
 
 TEST(PeerConnection, ARowBeyondTheWindowIsRefusedAndNoneIsHeld) {
-  ConnectionPair pair(MakeChannels(false), kTestRowBytes - 1);
+  ConnectionPair pair(MakeChannels(Way::kSocket), kTestRowBytes - 1);
   const auto epoch = pair.Ask(1);
   ASSERT_TRUE(epoch.ok());
   const Status status = pair.Send(*epoch, 0, 1);
@@ -155,7 +150,7 @@ TEST(PeerConnection, ARowBeyondTheWindowIsRefusedAndNoneIsHeld) {
 
 TEST(PeerConnection, ASenderThatWaitsForTheWindowEndsWithTheConnection) {
   for (const bool closes_receiver : {false, true}) {
-    ConnectionPair pair(MakeChannels(false), kTestRowBytes);
+    ConnectionPair pair(MakeChannels(Way::kSocket), kTestRowBytes);
     const auto epoch = pair.Ask(100'000);
     ASSERT_TRUE(epoch.ok());
     Status status;
@@ -172,7 +167,7 @@ TEST(PeerConnection, ASenderThatWaitsForTheWindowEndsWithTheConnection) {
 
 // A receiver that takes nothing: Hold() keeps its connection's thread in View.
 TEST(PeerConnection, ASenderWaitsForTheWindowForItsTimeAlone) {
-  ConnectionPair pair(MakeChannels(false), kTestRowBytes, kMinuteNs, 1'000'000);
+  ConnectionPair pair(MakeChannels(Way::kSocket), kTestRowBytes, kMinuteNs, 1'000'000);
   const auto epoch = pair.Ask(100);
   ASSERT_TRUE(epoch.ok());
   EXPECT_EQ(pair.from->send_room(), kTestRowBytes);
@@ -188,7 +183,7 @@ TEST(PeerConnection, ASenderWaitsForTheWindowForItsTimeAlone) {
 
 // Parts are as large as the window takes, not larger.
 TEST(PeerConnection, AWindowOfOneRowTakesRowByRow) {
-  ConnectionPair pair(MakeChannels(false), kTestRowBytes);
+  ConnectionPair pair(MakeChannels(Way::kSocket), kTestRowBytes);
   const auto epoch = pair.Ask(50);
   ASSERT_TRUE(epoch.ok());
   ASSERT_EQ(pair.Send(*epoch, 0, 50).ToString(), "Ok");
@@ -199,7 +194,7 @@ TEST(PeerConnection, AWindowOfOneRowTakesRowByRow) {
 
 // Else the window would become too small for a prompt, which would then wait for ever.
 TEST(PeerConnection, RowsThatCannotBeSentTakeNoRoom) {
-  ConnectionPair pair(MakeChannels(false));
+  ConnectionPair pair(MakeChannels(Way::kSocket));
   const auto epoch = pair.Ask(4);
   ASSERT_TRUE(epoch.ok());
   const int64_t room = pair.from->send_room();
@@ -217,8 +212,95 @@ TEST(PeerConnection, RowsThatCannotBeSentTakeNoRoom) {
   EXPECT_FALSE(has_leaked);
 }
 
+TEST(PeerConnection, RowsOfAllHeadsStayWhereTheyAreUntilTheyAreTaken) {
+  constexpr int64_t kRows = 100;
+  ConnectionPair pair(MakeChannels(Way::kSocket));
+  const auto epoch = pair.Ask(kRows);
+  ASSERT_TRUE(epoch.ok());
+  std::promise<void> gone;
+  std::shared_ptr<TestRows> rows(new TestRows(RowsOfLayer(0, kRows)), [&gone](TestRows* held) {
+    delete held;
+    gone.set_value();
+  });
+  SendRange range;
+  range.epoch = *epoch;
+  range.count = kRows;
+  range.local = rows->View(0, kRows);
+  range.head_count = 1;
+  std::unique_lock held = pair.receiver.Hold();
+  const auto send = [&] {
+    range.memory = rows;
+    EXPECT_TRUE(pair.from->OnLayerAppended(0, std::span(&range, 1)).ok());
+    range.memory = nullptr;
+  };
+  send();
+  EXPECT_EQ(rows.use_count(), 1) << "some heads lie in too many runs";
+  range.head_count = kTestHeads;
+  send();
+  EXPECT_GT(rows.use_count(), 1);
+  rows.reset();
+  held.unlock();
+  EXPECT_EQ(gone.get_future().wait_for(std::chrono::nanoseconds(kMinuteNs)),
+            std::future_status::ready);
+}
+
+// From a moment on it damages what comes, and takes no bytes.
+class BreakableChannel final : public ByteChannel {
+ public:
+  BreakableChannel(std::unique_ptr<ByteChannel> inner, const std::atomic<bool>* is_broken)
+      : inner_(std::move(inner)), is_broken_(is_broken) {}
+
+  Result<size_t> Read(std::span<const std::span<std::byte>> into) override {
+    const Result<size_t> count = inner_->Read(into);
+    if (count.ok() && *count > 0 && *is_broken_) into.front().front() ^= std::byte{1};
+    return count;
+  }
+  Result<size_t> Write(std::span<const std::span<const std::byte>> parts) override {
+    return *is_broken_ ? Result<size_t>(size_t{0}) : inner_->Write(parts);
+  }
+  void EndWrites() noexcept override { inner_->EndWrites(); }
+  Wait PrepareWait(bool wants_read, bool wants_write) override {
+    return inner_->PrepareWait(wants_read, wants_write && !*is_broken_);
+  }
+
+ private:
+  const std::unique_ptr<ByteChannel> inner_;
+  const std::atomic<bool>* const is_broken_;
+};
+
+// A connection that has broken off and has not said so yet: what began then would never end.
+TEST(PeerConnection, NothingBeginsOnAConnectionThatIsEndingAndCloseDoesNotWaitForIt) {
+  std::atomic<bool> is_broken = false;
+  Channels channels = MakeChannels(Way::kSocket);
+  channels[0] = std::make_unique<BreakableChannel>(std::move(channels[0]), &is_broken);
+  ConnectionPair pair(std::move(channels));
+  const auto epoch = pair.Ask(4);
+  ASSERT_TRUE(epoch.ok());
+  is_broken = true;
+  // The next heartbeat is damaged.
+  EXPECT_EQ(pair.receiver.WaitReceived(*epoch, 4, *pair.clock, pair.Soon()).code(),
+            StatusCode::kCorrupt);
+  EXPECT_EQ(pair.to->status().code(), StatusCode::kCorrupt);
+  EXPECT_FALSE(pair.to->is_over());  // the peer has not taken the reason
+  EXPECT_EQ(pair.to->Request({}, pair.receiver.Reserve(4)).code(), StatusCode::kCorrupt);
+  EXPECT_EQ(pair.to->stats().receives_open, 0);
+  std::mutex mutex;
+  std::condition_variable changed;
+  pair.to->SetWake([&] {
+    const std::lock_guard lock(mutex);
+    changed.notify_all();
+  });
+  pair.to->Close();
+  {
+    std::unique_lock lock(mutex);
+    EXPECT_TRUE(WaitUntil(*pair.clock, changed, lock, pair.clock->SteadyNs() + 5 * kTestSecondNs,
+                          [&] { return pair.to->is_over(); }));
+  }
+  pair.to->SetWake(nullptr);
+}
+
 TEST(PeerConnection, AnOwnerIsWokenForWhatComesAndWhatEnds) {
-  ConnectionPair pair(MakeChannels(false));
+  ConnectionPair pair(MakeChannels(Way::kSocket));
   std::mutex mutex;
   std::condition_variable changed;
   int64_t wakes = 0;
@@ -249,7 +331,7 @@ TEST(PeerConnection, AnOwnerIsWokenForWhatComesAndWhatEnds) {
 
 // Epochs do not come in order: the oldest endings are forgotten, not the smallest numbers.
 TEST(PeerConnection, TheLastEndingsAreRemembered) {
-  ConnectionPair pair(MakeChannels(false));
+  ConnectionPair pair(MakeChannels(Way::kSocket));
   ASSERT_TRUE(pair.to->WaitOpen(pair.Soon()).ok());
   const auto end = [&](uint64_t epoch) {
     pair.receiver.last_epoch = epoch - 1;
@@ -264,7 +346,7 @@ TEST(PeerConnection, TheLastEndingsAreRemembered) {
 }
 
 TEST(PeerConnection, ARequestDoesNotEndForNoReason) {
-  ConnectionPair pair(MakeChannels(false));
+  ConnectionPair pair(MakeChannels(Way::kSocket));
   const auto epoch = pair.Ask(1);
   ASSERT_TRUE(epoch.ok());
   EXPECT_EQ(pair.from->Refuse(*epoch, Status()).code(), StatusCode::kBadArgument);
@@ -275,8 +357,28 @@ TEST(PeerConnection, ARequestDoesNotEndForNoReason) {
   EXPECT_TRUE(pair.Send(*epoch, 0, 1).ok());
 }
 
+// A stranger that connects at the limit of threads must not end the process.
+TEST(PeerConnection, AThreadThatTheSystemDoesNotGiveIsAnError) {
+  pthread_attr_t usual, huge;
+  ASSERT_EQ(::pthread_getattr_default_np(&usual), 0);
+  ASSERT_EQ(::pthread_attr_init(&huge), 0);
+  ASSERT_EQ(::pthread_attr_setstacksize(&huge, size_t{1} << 48), 0);
+  Channels channels = MakeChannels(Way::kSocket);
+  ASSERT_EQ(::pthread_setattr_default_np(&huge), 0);
+  const auto connection =
+      PeerConnection::Start(std::move(channels[0]), "test", TestSessionOptions(true), nullptr);
+  const auto listener = TransferListener::Start({.peer = {.passport = TestPassport()}});
+  ASSERT_EQ(::pthread_setattr_default_np(&usual), 0);
+  for (const Status& status : {connection.status(), listener.status()}) {
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+    EXPECT_NE(status.message().find("thread"), std::string::npos) << status.ToString();
+  }
+  ::pthread_attr_destroy(&huge);
+  ::pthread_attr_destroy(&usual);
+}
+
 TEST(PeerConnection, LoadsAreHeardOf) {
-  ConnectionPair pair(MakeChannels(false));
+  ConnectionPair pair(MakeChannels(Way::kSocket));
   ASSERT_TRUE(pair.to->WaitOpen(pair.Soon()).ok());
   std::mutex mutex;
   std::condition_variable changed;
@@ -294,11 +396,34 @@ TEST(PeerConnection, LoadsAreHeardOf) {
   pair.to->SetWake(nullptr);
 }
 
+// An engine says its load with each step, and waits for no bytes of others in it.
+TEST(PeerConnection, ALoadIsSaidWithoutWaitingForTheThread) {
+  ConnectionPair pair(MakeChannels(Way::kSocket));
+  const auto epoch = pair.Ask(4);
+  ASSERT_TRUE(epoch.ok());
+  std::unique_lock held = pair.receiver.Hold();
+  ASSERT_TRUE(pair.Send(*epoch, 0, 4).ok());
+  // The thread has the session, and waits in View.
+  std::future<void> look;
+  do {
+    look = std::async(std::launch::async, [&] { static_cast<void>(pair.to->stats()); });
+  } while (look.wait_for(std::chrono::milliseconds(100)) == std::future_status::ready);
+  const TransferLoad some{.queued_tokens = 1, .ns_per_token = 2};
+  std::future<Status> said = std::async(std::launch::async, [&] { return pair.to->SetLoad(some); });
+  EXPECT_EQ(said.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+  held.unlock();
+  EXPECT_EQ(said.get().ToString(), "Ok");
+  for (const TransferLoad& load : {TransferLoad{-1, 0}, TransferLoad{0, (int64_t{1} << 40) + 1}})
+    EXPECT_EQ(pair.to->SetLoad(load).code(), StatusCode::kBadArgument);
+  EXPECT_TRUE(pair.to->status().ok());
+}
+
 TEST(PeerConnection, AfterACancelNoLateRowIsTaken) {
   constexpr int kCancels = 2000;
-  ReportFigure("cancels", 2 * kCancels);
-  for (const bool is_shared : {false, true}) {
-    ConnectionPair pair(MakeChannels(is_shared));
+  ReportFigure("cancels", static_cast<int64_t>(EachWay().size()) * kCancels);
+  for (const Way way : EachWay()) {
+    SCOPED_TRACE(NameOf(way));
+    ConnectionPair pair(MakeChannels(way));
     for (int i = 0; i < kCancels; ++i) {
       const auto epoch = pair.Ask(4);
       ASSERT_TRUE(epoch.ok());
@@ -318,6 +443,7 @@ TEST(PeerConnection, AfterACancelNoLateRowIsTaken) {
 
 TEST(PeerConnection, NoFaultOfAChannelCountsAWrongByte) {
   constexpr int kPairs = 60;
+  const std::vector<Way> ways = EachWay();
   const FaultRates kinds[] = {{.change = 8}, {.repeat = 12},
                               {.move = 12},  {.cut = 12},
                               {.delay = 2},  {.change = 40, .repeat = 80, .move = 80, .cut = 80}};
@@ -327,7 +453,8 @@ TEST(PeerConnection, NoFaultOfAChannelCountsAWrongByte) {
   for (int i = 0; i < kPairs; ++i) {
     SCOPED_TRACE(i);
     const FaultRates& rates = kinds[static_cast<size_t>(i) % std::size(kinds)];
-    Channels channels = MakeChannels(i % 2 == 0);
+    const size_t round = static_cast<size_t>(i) / std::size(kinds);
+    Channels channels = MakeChannels(ways[round % ways.size()]);
     for (auto& channel : channels) {
       channel = std::make_unique<FaultyChannel>(std::move(channel), rates,
                                                 SoakSeed(static_cast<uint64_t>(i)));
@@ -350,6 +477,114 @@ TEST(PeerConnection, NoFaultOfAChannelCountsAWrongByte) {
   EXPECT_GT(complete, kPairs / 10);
   EXPECT_GT(failed, kPairs / 10);
   EXPECT_GT(again, 0);
+}
+
+// A side that has no room for what comes waits for room, and for nothing that the peer does: else
+// its thread would take a core from those that compute.
+TEST(ByteChannel, AWaitForNothingIsEndedByNothing) {
+  for (const Way way : {Way::kSocket, Way::kSharedMemory}) {
+    SCOPED_TRACE(NameOf(way));
+    Channels channels = MakeChannels(way);
+    std::byte bytes[10] = {};
+    const std::span<std::byte> place(bytes);
+    const auto read = [&] { return channels[1]->Read(std::span(&place, 1)); };
+    EXPECT_EQ(read().value(), 0U);  // takes the memory
+    const auto ends = [&](bool wants_read) {
+      ByteChannel::Wait wait = channels[1]->PrepareWait(wants_read, false);
+      PollSockets(std::span(&wait.entry, 1), 0);
+      return wait.is_ready || wait.entry.can_read;
+    };
+    EXPECT_FALSE(ends(true));  // from here on the peer sends signals
+    const std::span<const std::byte> written(bytes);
+    EXPECT_EQ(channels[0]->Write(std::span(&written, 1)).value(), 10U);
+    EXPECT_FALSE(ends(false));
+    channels[0].reset();
+    EXPECT_FALSE(ends(false));
+    EXPECT_TRUE(ends(true));
+    EXPECT_EQ(read().value(), 10U);
+    EXPECT_TRUE(ends(true));
+    EXPECT_EQ(read().status().code(), StatusCode::kUnavailable);
+  }
+}
+
+// The threads of connections wait so, and have nobody to tell that there is no memory.
+TEST(PollSockets, AWaitForAFewTakesNoMemory) {
+  auto [here, there] = SocketPair();
+  PollEntry entries[2] = {{.fd = here.fd(), .wants_write = true},
+                          {.fd = there.fd(), .wants_read = true}};
+  std::string told;
+  RefuseEach("after PollSockets", StatusCode::kOk, [&] {
+    PollSockets(entries, 0);  // what it would throw, nobody catches
+    return GuardEntry([&] {
+      told.assign(1000, entries[0].can_write && !entries[1].can_read ? 'y' : 'n');
+      return Status();
+    });
+  });
+  EXPECT_EQ(told.front(), 'y');
+}
+
+// A sender without a thread, whose channel the test carries and drops.
+struct HandSender {
+  explicit HandSender(std::unique_ptr<ByteChannel> given)
+      : channel(std::move(given)), side(TestSessionOptions(false, "a secret"), clock->SteadyNs()) {}
+
+  void CarryUntil(const std::function<bool()>& is_done) {
+    while (!is_done()) {
+      const size_t count = channel->Read(side.session.Places()).value();
+      if (count > 0) side.session.OnRead(count, clock->SteadyNs());
+      while (side.session.has_output()) {
+        const size_t written = channel->Write(side.session.Gather(8)).value();
+        if (written == 0) break;
+        side.session.Sent(written, clock->SteadyNs());
+      }
+      if (count > 0 || is_done()) continue;
+      ByteChannel::Wait wait = channel->PrepareWait(true, side.session.has_output());
+      if (!wait.is_ready) PollSockets(std::span(&wait.entry, 1), kTestSecondNs / 100);
+    }
+  }
+
+  const std::shared_ptr<Clock> clock = MachineTime();
+  std::unique_ptr<ByteChannel> channel;
+  TestSession side;
+};
+
+// A sender is killed after its last row, as this side waits for room: what it wrote is there, and
+// is kept, though nobody takes what this side says of it.
+TEST(PeerConnection, AllThatAPeerSaidBeforeItWentIsTaken) {
+  constexpr int64_t kRows = 40;
+  const ReceivePart one{.first_row = 0, .count = 1, .first_head = 0, .head_count = kTestHeads};
+  for (const Way way : {Way::kSocket, Way::kSharedMemory}) {
+    SCOPED_TRACE(NameOf(way));
+    Channels channels = MakeChannels(way);
+    HandSender from(std::move(channels[1]));
+    TestReceiver receiver;
+    const auto to = PeerConnection::Start(std::move(channels[0]), "test",
+                                          TestSessionOptions(true, "a secret"), nullptr)
+                        .value();
+    const int64_t soon = from.clock->SteadyNs() + kMinuteNs;
+    from.CarryUntil([&] { return from.side.is_open && to->is_open(); });
+    ASSERT_TRUE(to->SetReceiver(&receiver).ok());
+    const ReceiveMap map = receiver.Reserve(kRows);
+    const ReceiveMap other = receiver.Reserve(1);
+    ASSERT_TRUE(receiver.SetStagingLimit(kTestRowBytes).ok());
+    std::optional<ReceiveView> held = receiver.View(other.epoch, 0, one).value();
+    ASSERT_TRUE(to->Request({}, map).ok());
+    from.CarryUntil([&] { return from.side.sends.count(map.epoch) == 1; });
+    for (int64_t row = 0; row < kRows; ++row) {
+      ReceivePart part = one;
+      part.first_row = row;
+      for (int64_t layer = 0; layer < kTestLayers; ++layer)
+        ASSERT_TRUE(from.side.SendRows(map.epoch, layer, part));
+    }
+    from.side.SendRecord(map.epoch, 0, kRows);
+    from.CarryUntil([&] { return !from.side.session.has_output(); });
+    from.channel.reset();
+    held.reset();
+    const Status status = receiver.WaitReceived(map.epoch, kRows, *from.clock, soon);
+    EXPECT_EQ(status.ToString(), "Ok");
+    receiver.CheckPages();
+    ASSERT_TRUE(to->SetReceiver(nullptr).ok());
+  }
 }
 
 // ---- What a peer may do with the memory that it shares
@@ -397,7 +632,7 @@ TEST(SharedMemory, ForeignMemoryIsRefused) {
 }
 
 TEST(SharedMemory, BytesComeInOrderAcrossTheEndOfTheRing) {
-  Channels channels = MakeChannels(true);
+  Channels channels = MakeChannels(Way::kSharedMemory);
   uint8_t next_in = 0;
   uint8_t next_out = 0;
   std::vector<std::byte> into = SomeBytes(300'001);
@@ -422,8 +657,34 @@ TEST(SharedMemory, BytesComeInOrderAcrossTheEndOfTheRing) {
   }
 }
 
+TEST(SharedMemory, AWriterIsWokenForAQuarterOfTheRing) {
+  constexpr size_t kRing = size_t{4} << 20;
+  Channels channels = MakeChannels(Way::kSharedMemory);
+  const std::vector<std::byte> out = SomeBytes(kRing);
+  const std::span<const std::byte> part(out);
+  ASSERT_EQ(channels[0]->Write(std::span(&part, 1)).value(), kRing);
+  std::vector<std::byte> into(kRing / 4);
+  const auto read = [&](size_t count) {
+    const std::span<std::byte> place = std::span(into).first(count);
+    EXPECT_EQ(channels[1]->Read(std::span(&place, 1)).value(), count);
+  };
+  const auto is_woken = [](ByteChannel::Wait wait) {
+    PollSockets(std::span(&wait.entry, 1), 0);
+    return wait.entry.can_read;
+  };
+  ByteChannel::Wait wait = channels[0]->PrepareWait(false, true);
+  EXPECT_FALSE(wait.is_ready);
+  read(kRing / 4 - 1);
+  EXPECT_FALSE(is_woken(wait));
+  wait = channels[0]->PrepareWait(false, true);
+  EXPECT_FALSE(wait.is_ready);
+  read(1);
+  EXPECT_TRUE(is_woken(wait));
+  EXPECT_TRUE(channels[0]->PrepareWait(false, true).is_ready);
+}
+
 TEST(SharedMemory, WhatAPeerWroteBeforeItWentIsRead) {
-  Channels channels = MakeChannels(true);
+  Channels channels = MakeChannels(Way::kSharedMemory);
   const std::vector<std::byte> out = SomeBytes(100);
   const std::span<const std::byte> part(out);
   ASSERT_EQ(channels[0]->Write(std::span(&part, 1)).value(), 100U);

@@ -1,7 +1,9 @@
 #include "transfer/receive_half.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/check.h"
@@ -16,7 +18,7 @@ using wire::TransferOpcode;
 
 // Parts between two records: those of a forward, of at least one row and layer each.
 constexpr size_t kOpenPartsMax = size_t{1} << 16;
-constexpr int kDamagedMax = 3;
+constexpr int kDamagedMax = wire::kPartAgainMax + 1;
 constexpr size_t kNowhereBytes = size_t{1} << 16;
 // How often a part that found no room asks again. The room is another connection's, and comes back
 // with the part that arrives there.
@@ -28,8 +30,6 @@ Status Breach(const std::string& what) {
   return Status(StatusCode::kCorrupt, "transfer: the sender " + what);
 }
 
-int64_t Later(int64_t now_ns, int64_t ns) { return ns > kNever - now_ns ? kNever : now_ns + ns; }
-
 }  // namespace
 
 void ReceiveHalf::SetReceiver(KVTransfer* receiver) {
@@ -40,6 +40,7 @@ void ReceiveHalf::SetReceiver(KVTransfer* receiver) {
     }
   }
   QUIRE_CHECK(receiver == nullptr || receiver_ == nullptr) << "parts would go to the wrong cache";
+  past_epoch_ = last_epoch_;
   receiver_ = receiver;
 }
 
@@ -53,6 +54,13 @@ Status ReceiveHalf::Open(const TransferRequest& request, int64_t now_ns) {
     return Status(StatusCode::kBadState,
                   "Request: epoch " + std::to_string(epoch) + " is requested already");
   }
+  // Every cache counts epochs from 1 on: rows for one that has left may be on their way.
+  if (epoch > 0 && epoch <= past_epoch_) {
+    return Status(StatusCode::kBadState,
+                  "Request: epoch " + std::to_string(epoch) +
+                      " may be one of the cache that received over this connection before; connect "
+                      "again for another cache");
+  }
   const auto salt_bytes = static_cast<int64_t>(request.job.salt.size());
   if (salt_bytes > TransferJob::kSaltBytesMax) {
     return Status(StatusCode::kTooLarge, "Request: the salt has " + std::to_string(salt_bytes) +
@@ -64,6 +72,11 @@ Status ReceiveHalf::Open(const TransferRequest& request, int64_t now_ns) {
                   "Request: the job has a salt, and the connection neither a secret nor a unix "
                   "socket: set a secret on both sides, or use unix:PATH");
   }
+  // The peer would end the connection for it, and with it the transfers of others.
+  for (const std::string_view wrong : {wire::WrongOf(request.job), wire::WrongOf(request.map)}) {
+    if (!wrong.empty())
+      return Status(StatusCode::kBadArgument, "Request: it is " + std::string(wrong));
+  }
   std::vector<std::byte> job = wire::Encode(request.job);
   std::vector<std::byte> map =
       wire::Encode(wire::TransferMap{.job = request.job.id, .map = request.map});
@@ -73,8 +86,9 @@ Status ReceiveHalf::Open(const TransferRequest& request, int64_t now_ns) {
                                              "; a frame takes " +
                                              std::to_string(wire::kTransferHeadBytesMax));
   }
-  transfers_.emplace(
-      epoch, Transfer{.deadline_ns = Later(now_ns, request.job.deadline_ns), .renewed_ns = now_ns});
+  last_epoch_ = std::max(last_epoch_, epoch);
+  transfers_.emplace(epoch, Transfer{.deadline_ns = MomentAfter(now_ns, request.job.deadline_ns),
+                                     .renewed_ns = now_ns});
   // In one queue with what ends it: a cancel that came first would end nothing.
   if (request.job.id != 0) writer_->QueueUrgent(TransferOpcode::kJob, std::move(job));
   writer_->QueueUrgent(TransferOpcode::kMap, std::move(map));
@@ -133,6 +147,12 @@ Status ReceiveHalf::CheckPart(const wire::TransferPart& part) const {
     return Breach("sends " + std::to_string(part.bytes) + " bytes beyond its window of " +
                   std::to_string(options_.window_bytes));
   }
+  // It would hold staging memory of this state that parts of other connections wait for.
+  if (part.part.count > 1 && part.bytes > kPartBytes) {
+    return Breach("sends a part of " + std::to_string(part.part.count) + " rows and " +
+                  std::to_string(part.bytes) + " bytes; several rows have at most " +
+                  std::to_string(kPartBytes));
+  }
   if (parts_.size() >= kOpenPartsMax) {
     return Breach("has sent " + std::to_string(parts_.size()) + " parts without a record");
   }
@@ -167,7 +187,7 @@ void ReceiveHalf::StartPart(int64_t now_ns) {
   const wire::TransferPart& head = incoming->head;
   Result<ReceiveView> view = receiver_->View(head.epoch, head.layer, head.part);
   const bool is_full = view.status().code() == StatusCode::kFull;
-  room_at_ns_ = is_full ? Later(now_ns, kRoomEveryNs) : kNever;
+  room_at_ns_ = is_full ? MomentAfter(now_ns, kRoomEveryNs) : kNever;
   if (is_full) return;
   if (!view.ok()) return Fail(head.epoch, view.status());
   const int64_t due = head.part.count * RowBytes(view->rows, head.part.head_count);
@@ -258,7 +278,7 @@ void ReceiveHalf::FinishPart(Parts::iterator place) {
                                          times + " times; cancel and compute the tokens here"));
   }
   const wire::TransferPart head = incoming.head;
-  const Status stored = receiver_->Store(head.epoch, head.layer, head.part, view, head.digest);
+  const Status stored = receiver_->Store(head.epoch, head.layer, head.part, view, std::nullopt);
   view = {};
   if (!stored.ok()) return Fail(head.epoch, stored);
   incoming.is_stored = true;
@@ -351,7 +371,7 @@ void ReceiveHalf::Tick(int64_t now_ns) {
       Fail(here->first, Status(StatusCode::kTimeout,
                                "transfer: the job's deadline is over; cancel the reservation and "
                                "compute the tokens here"));
-    } else if (now_ns >= Later(here->second.renewed_ns, lease_ns_ / kRenewalsPerLease)) {
+    } else if (now_ns >= MomentAfter(here->second.renewed_ns, lease_ns_ / kRenewalsPerLease)) {
       here->second.renewed_ns = now_ns;
       writer_->QueueUrgent(TransferOpcode::kLease,
                            wire::Encode(wire::TransferLease{.epoch = here->first}));
@@ -377,8 +397,8 @@ int64_t ReceiveHalf::next_deadline() const {
   if (transfers_.empty()) return kNever;
   int64_t next = std::min(next_poll_ns_, room_at_ns_);
   for (const auto& [epoch, transfer] : transfers_) {
-    next = std::min(
-        {next, transfer.deadline_ns, Later(transfer.renewed_ns, lease_ns_ / kRenewalsPerLease)});
+    next = std::min({next, transfer.deadline_ns,
+                     MomentAfter(transfer.renewed_ns, lease_ns_ / kRenewalsPerLease)});
   }
   return next;
 }

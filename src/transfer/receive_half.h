@@ -114,6 +114,8 @@ class ReceiveHalf {
   Parts parts_;                             // by number
   uint64_t current_ = 0;                    // the part whose data come; 0: none
   uint64_t last_number_ = 0;                // of the parts that came
+  uint64_t last_epoch_ = 0;                 // the highest that was open
+  uint64_t past_epoch_ = 0;                 // that of receivers that have left
   int64_t waiting_bytes_ = 0;               // of parts that are announced and not credited
   int64_t next_poll_ns_ = 0;
   int64_t room_at_ns_ = kNever;  // when the current part, which found no room, looks again

@@ -16,14 +16,11 @@ using wire::TransferOpcode;
 // What one peer may ask for and not let go.
 constexpr size_t kTransfersOpenMax = 1024;
 constexpr int64_t kRequestBytesMax = int64_t{64} << 20;
-
-int64_t UntilAfter(int64_t now_ns, int64_t ns) {
-  QUIRE_DCHECK(now_ns >= 0 && ns >= 0);
-  return ns > kNever - now_ns ? kNever : now_ns + ns;
-}
+// What a receiver takes in the time of a lease, if it does not take all: half a MiB in a second.
+constexpr int64_t kTakenBytesMin = int64_t{16} << 20;
 
 int64_t BytesOf(const TransferJob& job) {
-  return static_cast<int64_t>(sizeof(job) + job.tokens.size() * sizeof(int32_t));
+  return static_cast<int64_t>(sizeof(job) + job.salt.size() + job.tokens.size() * sizeof(int32_t));
 }
 
 Status ReceiverBreach(const std::string& what) {
@@ -38,7 +35,8 @@ void SendHalf::SendPart(std::shared_ptr<OutgoingPart> part) {
   part->head.number = ++last_number_;
   ++parts_sent;
   bytes_sent += part->head.bytes;
-  parts_.emplace(part->head.number, part);
+  has_first_part_ |= parts_.empty();
+  parts_.emplace(part->head.number, Unconfirmed{.part = part});
   writer_->Queue(std::move(part));
 }
 
@@ -55,7 +53,7 @@ void SendHalf::Stop(uint64_t epoch, const Status& why) {
 }
 
 void SendHalf::EndAll(const Status& why) {
-  for (const auto& [number, part] : parts_) owner_->OnPartTaken(*part);
+  for (const auto& [number, sent] : parts_) owner_->OnPartTaken(*sent.part);
   parts_.clear();
   while (!transfers_.empty()) End(transfers_.begin()->first, why);
   jobs_.clear();
@@ -66,10 +64,10 @@ void SendHalf::End(uint64_t epoch, const Status& why) {
   const auto place = transfers_.find(epoch);
   if (place == transfers_.end()) return;
   for (const uint64_t number : writer_->DropParts(epoch)) {
-    const auto part = parts_.find(number);
-    if (part == parts_.end()) continue;
-    owner_->OnPartTaken(*part->second);
-    parts_.erase(part);
+    const auto sent = parts_.find(number);
+    if (sent == parts_.end()) continue;
+    owner_->OnPartTaken(*sent->second.part);
+    parts_.erase(sent);
   }
   QUIRE_DCHECK(place->second.bytes <= request_bytes_) << "bytes are given back that none has taken";
   request_bytes_ -= place->second.bytes;
@@ -112,8 +110,8 @@ Status SendHalf::OnMap(wire::TransferMap map, int64_t now_ns) {
   const auto numbers = request.map.slots.size() + request.map.kv_heads.size();
   const auto bytes = static_cast<int64_t>(sizeof(Transfer) + numbers * sizeof(int64_t));
   QUIRE_RETURN_IF_ERROR(TakeBytes(bytes));
-  const Transfer transfer{.deadline_ns = UntilAfter(now_ns, request.job.deadline_ns),
-                          .lease_ns = UntilAfter(now_ns, lease_ns_),
+  const Transfer transfer{.deadline_ns = MomentAfter(now_ns, request.job.deadline_ns),
+                          .lease_ns = MomentAfter(now_ns, lease_ns_),
                           .bytes = bytes + (request.job.id == 0 ? 0 : BytesOf(request.job))};
   transfers_.emplace(epoch, transfer);
   owner_->OnRequest(std::move(request));
@@ -121,18 +119,25 @@ Status SendHalf::OnMap(wire::TransferMap map, int64_t now_ns) {
 }
 
 Status SendHalf::OnCredit(const wire::TransferCredit& credit) {
-  if (credit.number == 0 || credit.number > last_number_)
+  // One that was confirmed before would take memory here beyond any window, and one that is asked
+  // for again and again would fill the queue.
+  if (credit.number == 0 || credit.number > writer_->last_whole_part())
     return ReceiverBreach("confirms a part that was not sent");
   const auto place = parts_.find(credit.number);
   if (place == parts_.end()) return Status();  // it was confirmed when its transfer ended
   if (credit.wants_again) {
+    if (++place->second.again > wire::kPartAgainMax) {
+      return ReceiverBreach("asks for a part again more than " +
+                            std::to_string(wire::kPartAgainMax) + " times");
+    }
     ++parts_sent_again;
-    writer_->Queue(place->second);
+    writer_->Queue(place->second.part);
     return Status();
   }
-  const std::shared_ptr<OutgoingPart> part = std::move(place->second);
+  const std::shared_ptr<OutgoingPart> part = std::move(place->second.part);
   QUIRE_DCHECK(part->head.number == credit.number);
   parts_.erase(place);
+  taken_bytes_ += part->head.bytes;
   owner_->OnPartTaken(*part);
   return Status();
 }
@@ -141,7 +146,7 @@ void SendHalf::OnCancel(const wire::TransferEnd& cancel) { End(cancel.epoch, can
 
 void SendHalf::OnLease(const wire::TransferLease& lease, int64_t now_ns) {
   const auto place = transfers_.find(lease.epoch);
-  if (place != transfers_.end()) place->second.lease_ns = UntilAfter(now_ns, lease_ns_);
+  if (place != transfers_.end()) place->second.lease_ns = MomentAfter(now_ns, lease_ns_);
 }
 
 void SendHalf::Tick(int64_t now_ns) {
@@ -155,8 +160,16 @@ void SendHalf::Tick(int64_t now_ns) {
   }
 }
 
+bool SendHalf::IsStuck(int64_t now_ns) {
+  if (parts_.empty() || std::exchange(has_first_part_, false) || taken_bytes_ >= kTakenBytesMin) {
+    taken_bytes_ = 0;
+    waits_since_ns_ = now_ns;
+  }
+  return now_ns - waits_since_ns_ >= lease_ns_;
+}
+
 int64_t SendHalf::next_deadline() const {
-  int64_t next = kNever;
+  int64_t next = parts_.empty() ? kNever : MomentAfter(waits_since_ns_, lease_ns_);
   for (const auto& [epoch, transfer] : transfers_)
     next = std::min({next, transfer.deadline_ns, transfer.lease_ns});
   return next;

@@ -47,6 +47,9 @@ class SendHalf {
   void EndAll(const Status& why);
   void Tick(int64_t now_ns);
   int64_t next_deadline() const;
+  // Whether the receiver takes rows too slowly to be waited for. A receiver that reads rows, renews
+  // leases and confirms nothing would hold memory here, and prompts of an engine, for ever.
+  bool IsStuck(int64_t now_ns);
 
   Status OnJob(TransferJob job);
   Status OnMap(wire::TransferMap map, int64_t now_ns);
@@ -66,17 +69,25 @@ class SendHalf {
     int64_t bytes = 0;     // of job and map
   };
 
+  struct Unconfirmed {
+    std::shared_ptr<OutgoingPart> part{};
+    int again = 0;  // times that the receiver has asked for it again
+  };
+
   void End(uint64_t epoch, const Status& why);
   Status TakeBytes(int64_t bytes);
 
   FrameWriter* const writer_;
   Owner* const owner_;
   const int64_t lease_ns_;
-  std::map<uint64_t, TransferJob> jobs_;                     // by id: without a map yet
-  std::map<uint64_t, Transfer> transfers_;                   // by epoch
-  std::map<uint64_t, std::shared_ptr<OutgoingPart>> parts_;  // by number: not confirmed
+  std::map<uint64_t, TransferJob> jobs_;    // by id: without a map yet
+  std::map<uint64_t, Transfer> transfers_;  // by epoch
+  std::map<uint64_t, Unconfirmed> parts_;   // by number
   uint64_t last_number_ = 0;
-  int64_t request_bytes_ = 0;  // of jobs and maps that are held
+  int64_t request_bytes_ = 0;    // of jobs and maps that are held
+  int64_t taken_bytes_ = 0;      // of parts, since waits_since_ns_
+  int64_t waits_since_ns_ = 0;   // there are parts_ since then
+  bool has_first_part_ = false;  // since the last look
 };
 
 }  // namespace quire

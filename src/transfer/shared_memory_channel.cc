@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/guard.h"
 #include "transfer/byte_channel.h"
 
 namespace quire {
@@ -29,6 +30,8 @@ namespace {
 // A few frames: enough that both sides work at the same time, few enough to stay in the last cache.
 constexpr size_t kRingBytes = size_t{4} << 20;
 static_assert((kRingBytes & (kRingBytes - 1)) == 0, "a position's place must survive 2^64");
+// A side that waits for room is woken when this much is free: else for each header that is read.
+constexpr size_t kRoomBytes = kRingBytes / 4;
 constexpr size_t kLine = 64;
 
 // What both sides write to; a line each, so that they do not take it from each other for nothing.
@@ -117,6 +120,8 @@ class SharedMemory final : public ByteChannel {
  private:
   Result<size_t> Readable();
   Result<size_t> Writable();
+  // Whether Read or Write has something to do.
+  bool IsReady(bool wants_read, bool wants_write) const;
   // Wakes it if it waits.
   void WakePeer(std::atomic<uint32_t>* waits);
   // Takes what the socket has: the memory at first, then wake-ups. Unavailable at its end.
@@ -126,6 +131,7 @@ class SharedMemory final : public ByteChannel {
   Ring& read() const { return rings_[1 - write_]; }
 
   const Socket socket_;
+  Status gone_;  // why the socket tells nothing more
   SharedRings rings_;
   const int write_;
   uint64_t written_at_ = 0;  // our own positions
@@ -151,9 +157,10 @@ Result<size_t> SharedMemory::Read(std::span<const std::span<std::byte>> into) {
   }
   QUIRE_ASSIGN_OR_RETURN(size_t left, Readable());
   if (left == 0) {
+    if (gone_.ok()) gone_ = TakeSignals();
     // What was written before the peer went is read first.
-    QUIRE_RETURN_IF_ERROR(TakeSignals());
     QUIRE_ASSIGN_OR_RETURN(left, Readable());
+    if (left == 0 && !gone_.ok()) return gone_;
   }
   size_t taken = 0;
   for (const std::span<std::byte>& place : into) {
@@ -169,13 +176,15 @@ Result<size_t> SharedMemory::Read(std::span<const std::span<std::byte>> into) {
   }
   if (taken == 0) return taken;
   read().control.read.store(read_at_, std::memory_order_seq_cst);
-  WakePeer(&read().control.writer_waits);
+  if (kRingBytes - left >= kRoomBytes) WakePeer(&read().control.writer_waits);
   return taken;
 }
 
 Result<size_t> SharedMemory::Write(std::span<const std::span<const std::byte>> parts) {
   if (!rings_.is_open()) return size_t{0};
   QUIRE_ASSIGN_OR_RETURN(size_t left, Writable());
+  // As long as there is room nothing tells that it is gone, and what it wrote is read meanwhile.
+  if (left == 0 && !gone_.ok()) return gone_;
   size_t taken = 0;
   for (const std::span<const std::byte>& part : parts) {
     const size_t count = std::min(left, part.size());
@@ -197,18 +206,27 @@ Result<size_t> SharedMemory::Write(std::span<const std::span<const std::byte>> p
 // A side says that it waits and looks again; the other one writes its position and looks whether
 // the first one waits. Both in one order for all (seq_cst), so one of them sees the other.
 ByteChannel::Wait SharedMemory::PrepareWait(bool wants_read, bool wants_write) {
-  Wait wait{.entry = {.fd = socket_.fd(), .wants_read = true}};
-  if (!rings_.is_open()) return wait;
-  if (wants_read) {
-    read().control.reader_waits.store(1, std::memory_order_seq_cst);
-    wait.is_ready |= read().control.written.load(std::memory_order_seq_cst) != read_at_;
+  if (!rings_.is_open()) {
+    if (!wants_read) return {};
+    return {.entry = {.fd = socket_.fd(), .wants_read = true}};
   }
-  if (wants_write) {
-    written().control.writer_waits.store(1, std::memory_order_seq_cst);
-    const uint64_t read_there = written().control.read.load(std::memory_order_seq_cst);
-    wait.is_ready |= written_at_ - read_there != kRingBytes;
-  }
+  if (wants_read) read().control.reader_waits.store(1, std::memory_order_seq_cst);
+  if (wants_write) written().control.writer_waits.store(1, std::memory_order_seq_cst);
+  Wait wait{.entry = {.fd = socket_.fd(), .wants_read = true},
+            .is_ready = IsReady(wants_read, wants_write)};
+  if (wait.is_ready) return wait;
+  // Signals that nobody reads, and a peer that is gone, would end each wait at once.
+  if (gone_.ok()) gone_ = GuardEntry([&] { return TakeSignals(); });
+  if (!gone_.ok()) return {.is_ready = wants_read || wants_write};
+  wait.is_ready = IsReady(wants_read, wants_write);  // what they told of
   return wait;
+}
+
+bool SharedMemory::IsReady(bool wants_read, bool wants_write) const {
+  if (wants_read && read().control.written.load(std::memory_order_seq_cst) != read_at_) return true;
+  if (!wants_write) return false;
+  const uint64_t read_there = written().control.read.load(std::memory_order_seq_cst);
+  return kRingBytes - (written_at_ - read_there) >= kRoomBytes;
 }
 
 void SharedMemory::WakePeer(std::atomic<uint32_t>* waits) {
@@ -230,16 +248,18 @@ Status SharedMemory::TakeSignals() {
   message.msg_control = control;
   message.msg_controllen = sizeof(control);
   const ssize_t count = ::recvmsg(socket_.fd(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-  int fd = -1;
+  Socket memory;
   for (cmsghdr* head = count < 0 ? nullptr : CMSG_FIRSTHDR(&message); head != nullptr;
        head = CMSG_NXTHDR(&message, head)) {
-    if (head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS)
-      std::memcpy(&fd, CMSG_DATA(head), sizeof(fd));
+    if (head->cmsg_level != SOL_SOCKET || head->cmsg_type != SCM_RIGHTS) continue;
+    // Padding has room for one more than is expected. Whatever comes is ours to close.
+    for (size_t at = CMSG_LEN(0); at + sizeof(int) <= head->cmsg_len; at += sizeof(int)) {
+      int fd = -1;
+      std::memcpy(&fd, reinterpret_cast<const std::byte*>(head) + at, sizeof(fd));
+      memory = Socket(fd);
+    }
   }
-  if (fd >= 0) {
-    const Socket owned(fd);
-    return TakeMemory(fd);
-  }
+  if (memory.is_open()) return TakeMemory(memory.fd());
   if (count > 0) return rings_.is_open() ? Status() : Refused("passes no memory");
   if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return Status();
   if (count == 0) return Status(StatusCode::kUnavailable, "the peer closed the connection");

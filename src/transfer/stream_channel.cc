@@ -18,6 +18,8 @@ class SocketStream final : public ByteChannel {
   }
   void EndWrites() noexcept override { socket_.EndWrites(); }
   Wait PrepareWait(bool wants_read, bool wants_write) override {
+    // A peer that is gone would end each wait at once.
+    if (!wants_read && !wants_write) return {};
     return {.entry = {.fd = socket_.fd(), .wants_read = wants_read, .wants_write = wants_write}};
   }
 

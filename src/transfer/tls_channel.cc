@@ -48,6 +48,7 @@ class TlsStream final : public ByteChannel {
       });
     }
     const bool writes = is_open_ ? wants_write || !is_flushed : session_->wants_write();
+    if (!wants_read && !writes) return {};  // a peer that is gone would end each wait at once
     return {.entry = {.fd = socket_.fd(), .wants_read = wants_read, .wants_write = writes},
             .is_ready = wants_read && (session_->has_buffered() || !failure_.ok())};
   }

@@ -10,33 +10,68 @@
 #include <utility>
 #include <vector>
 
-#include "base/blocked_signals.h"
 #include "base/check.h"
 #include "base/guard.h"
+#include "base/start_thread.h"
 #include "transfer/peer_connection.h"
 
 namespace quire {
 namespace {
 
-class SocketListener final : public TransferListener {
+// Connections of a socket, with TLS if there is a context.
+class SocketListener final : public ByteListener {
  public:
-  SocketListener(Endpoint endpoint, Socket listener, std::shared_ptr<const Waker> waker,
-                 TransferSession::Options options, std::shared_ptr<const TlsContext> tls,
-                 const TransferListenerOptions& given)
-      : endpoint_(std::move(endpoint)),
-        name_(endpoint_.ToString()),
-        tls_(std::move(tls)),
+  SocketListener(Endpoint endpoint, Socket socket, std::shared_ptr<const TlsContext> tls)
+      : endpoint_(std::move(endpoint)), tls_(std::move(tls)), socket_(std::move(socket)) {}
+  ~SocketListener() override {
+    socket_ = Socket();
+    RemoveSocketFile(endpoint_);
+  }
+
+  Result<std::unique_ptr<ByteChannel>> Accept() override {
+    Result<Socket> socket = socket_.Accept();
+    if (!socket.ok()) return socket.status();
+    if (!socket->is_open()) return std::unique_ptr<ByteChannel>();
+    if (endpoint_.is_unix) return AcceptSharedMemory(*std::move(socket));
+    if (tls_ == nullptr) return StreamChannel(*std::move(socket));
+    QUIRE_ASSIGN_OR_RETURN(auto secured, tls_->Start(socket->fd(), ""));
+    return TlsChannel(*std::move(socket), std::move(secured));
+  }
+  ByteChannel::Wait PrepareWait() override {
+    return {.entry = {.fd = socket_.fd(), .wants_read = true}};
+  }
+
+ private:
+  const Endpoint endpoint_;
+  const std::shared_ptr<const TlsContext> tls_;  // null: none
+  Socket socket_;
+};
+
+Result<std::unique_ptr<ByteListener>> Listen(PeerEndpoint* endpoint,
+                                             std::shared_ptr<const TlsContext> tls) {
+  if (endpoint->is_ucx) return ListenUcx(&endpoint->address);
+  QUIRE_ASSIGN_OR_RETURN(Socket socket, Socket::Listen(&endpoint->address));
+  return std::unique_ptr<ByteListener>(
+      std::make_unique<SocketListener>(endpoint->address, std::move(socket), std::move(tls)));
+}
+
+class PeerListener final : public TransferListener {
+ public:
+  PeerListener(std::string name, std::unique_ptr<ByteListener> listener,
+               std::shared_ptr<const Waker> waker, TransferSession::Options options,
+               const TransferListenerOptions& given)
+      : name_(std::move(name)),
         options_(std::move(options)),
         peers_max_(static_cast<size_t>(given.peers_max)),
         on_refused_(given.on_refused),
         waker_(std::move(waker)),
-        listener_(std::move(listener)) {
-    const ScopedBlockedSignals blocked;
-    thread_ = std::thread([this] { Run(); });
-  }
-  ~SocketListener() override {
+        listener_(std::move(listener)) {}
+  ~PeerListener() override {
     Close();
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
+  }
+  Status Start() {
+    return StartThread("a listener of transfers", &thread_, [this] { Run(); });
   }
 
   const std::string& endpoint() const override { return name_; }
@@ -79,8 +114,7 @@ class SocketListener final : public TransferListener {
       const std::lock_guard lock(mutex_);
       open_.clear();
     }
-    listener_ = Socket();
-    RemoveSocketFile(endpoint_);
+    listener_.reset();
   }
 
   // Whether it is closed.
@@ -89,17 +123,23 @@ class SocketListener final : public TransferListener {
       const auto held = peer.lock();
       return held == nullptr || held->is_over();
     });
-    const bool has_room = accepted_.size() + opening_.size() < peers_max_;
-    PollEntry entries[2] = {{.fd = waker_->fd(), .wants_read = true},
-                            {.fd = listener_.fd(), .wants_read = has_room}};
+    const bool has_room = accepted_.size() + opening_.size() < peers_max_ && !is_short_;
+    PollEntry entries[2] = {{.fd = waker_->fd(), .wants_read = true}, {}};
+    bool is_ready = false;
+    if (has_room) {
+      const ByteChannel::Wait wait = listener_->PrepareWait();
+      entries[1] = wait.entry;
+      is_ready = wait.is_ready;
+    }
     // Room comes back without a word when the host lets a connection go.
     constexpr int64_t kLookAgainNs = 500 * kNsPerMs;
-    PollSockets(entries, has_room ? kNever : kLookAgainNs);
+    PollSockets(entries, is_ready ? 0 : has_room ? kNever : kLookAgainNs);
     if (entries[0].can_read) waker_->Clear();
     const Status status = GuardEntry([&]() -> Status {
       SortOut();
-      return has_room && entries[1].can_read ? AcceptOne() : Status();
+      return is_ready || entries[1].can_read ? AcceptOne() : Status();
     });
+    is_short_ = !status.ok();
     const std::lock_guard lock(mutex_);
     if (!status.ok()) last_refusal_ = status;
     return is_closed_;
@@ -107,9 +147,8 @@ class SocketListener final : public TransferListener {
 
   Status AcceptOne() {
     QUIRE_DCHECK(accepted_.size() + opening_.size() < peers_max_);
-    Result<Socket> socket = listener_.Accept();
-    if (!socket.ok() || !socket->is_open()) return socket.status();
-    QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<ByteChannel> channel, ChannelOver(*std::move(socket)));
+    QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<ByteChannel> channel, listener_->Accept());
+    if (channel == nullptr) return Status();
     opening_.reserve(opening_.size() + 1);
     QUIRE_ASSIGN_OR_RETURN(auto peer, PeerConnection::Start(std::move(channel), name_, options_,
                                                             [waker = waker_] { waker->Signal(); }));
@@ -117,18 +156,11 @@ class SocketListener final : public TransferListener {
     return Status();
   }
 
-  Result<std::unique_ptr<ByteChannel>> ChannelOver(Socket socket) const {
-    if (endpoint_.is_unix) return AcceptSharedMemory(std::move(socket));
-    if (tls_ == nullptr) return StreamChannel(std::move(socket));
-    QUIRE_ASSIGN_OR_RETURN(auto secured, tls_->Start(socket.fd(), ""));
-    return TlsChannel(std::move(socket), std::move(secured));
-  }
-
   // Hands over the connections that are open, and lets go those that failed.
   void SortOut() {
     for (auto place = opening_.begin(); place != opening_.end();) {
       const Status status = (*place)->status();
-      if (status.ok() && !(*place)->is_open()) {
+      if (status.ok() ? !(*place)->is_open() : !(*place)->is_over()) {
         ++place;
         continue;
       }
@@ -149,16 +181,15 @@ class SocketListener final : public TransferListener {
     }
   }
 
-  const Endpoint endpoint_;
   const std::string name_;
-  const std::shared_ptr<const TlsContext> tls_;  // null: none
   const TransferSession::Options options_;
   const size_t peers_max_;
   const std::function<void(const Status&)> on_refused_;
-  const std::shared_ptr<const Waker> waker_;  // connections may outlive this
-  Socket listener_;
+  const std::shared_ptr<const Waker> waker_;              // connections may outlive this
+  std::unique_ptr<ByteListener> listener_;                // of the thread
   std::vector<std::shared_ptr<PeerConnection>> opening_;  // of the thread
   std::vector<std::weak_ptr<PeerConnection>> accepted_;   // of the thread
+  bool is_short_ = false;  // of the thread: of files or memory, so the last turn accepted nobody
 
   mutable std::mutex mutex_;  // of all that follows
   std::condition_variable changed_;
@@ -174,11 +205,11 @@ class SocketListener final : public TransferListener {
 Result<std::unique_ptr<TransferListener>> TransferListener::Start(
     const TransferListenerOptions& options) {
   return GuardEntry([&]() -> Result<std::unique_ptr<TransferListener>> {
-    QUIRE_ASSIGN_OR_RETURN(Endpoint endpoint, Endpoint::Parse(options.endpoint));
+    QUIRE_ASSIGN_OR_RETURN(PeerEndpoint endpoint, PeerEndpoint::Parse(options.endpoint));
     QUIRE_RETURN_IF_ERROR(CheckReach(endpoint, options.peer));
     QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options.peer));
     QUIRE_ASSIGN_OR_RETURN(auto tls, TlsOf(endpoint, options.peer, /*listens=*/true));
-    session.carries_salts |= endpoint.is_unix || tls != nullptr;
+    session.carries_salts |= endpoint.address.is_unix || tls != nullptr;
     constexpr int64_t kPeersMax = 4096;
     if (options.peers_max < 1 || options.peers_max > kPeersMax) {
       return Status(StatusCode::kBadArgument,
@@ -186,10 +217,12 @@ Result<std::unique_ptr<TransferListener>> TransferListener::Start(
                         "; it must be from 1 to " + std::to_string(kPeersMax));
     }
     QUIRE_ASSIGN_OR_RETURN(Waker waker, Waker::Create());
-    QUIRE_ASSIGN_OR_RETURN(Socket listener, Socket::Listen(&endpoint));
-    return std::unique_ptr<TransferListener>(std::make_unique<SocketListener>(
-        std::move(endpoint), std::move(listener), std::make_shared<const Waker>(std::move(waker)),
-        std::move(session), std::move(tls), options));
+    QUIRE_ASSIGN_OR_RETURN(auto listener, Listen(&endpoint, std::move(tls)));
+    auto made = std::make_unique<PeerListener>(endpoint.ToString(), std::move(listener),
+                                               std::make_shared<const Waker>(std::move(waker)),
+                                               std::move(session), options);
+    QUIRE_RETURN_IF_ERROR(made->Start());
+    return std::unique_ptr<TransferListener>(std::move(made));
   });
 }
 

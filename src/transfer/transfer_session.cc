@@ -16,10 +16,15 @@ using wire::TransferOpcode;
 
 // A load that changes with every step is told no more often.
 constexpr int64_t kLoadEveryNs = 50 * kNsPerMs;
+// An opening and an ending are a few frames: a stranger does not stay longer, however patient this
+// side is with its peers.
+constexpr int64_t kFewFramesNs = 10'000 * kNsPerMs;
+// Signs of life for each time after which the peer takes this side for dead, and the least time
+// between two, whatever it says.
+constexpr int64_t kHeartbeatsPerLife = 3;
+constexpr int64_t kHeartbeatMinNs = 10 * kNsPerMs;
 // Answers that a peer lets wait before nothing more is read from it.
 constexpr size_t kAnswersWaitingMax = 4096;
-
-int64_t Moment(int64_t now_ns, int64_t ns) { return ns > kNever - now_ns ? kNever : now_ns + ns; }
 
 uint32_t Milliseconds(int64_t ns) {
   return static_cast<uint32_t>(std::clamp<int64_t>(ns / kNsPerMs, 1, UINT32_MAX));
@@ -54,11 +59,12 @@ TransferSession::TransferSession(Owner* owner, Options options, int64_t now_ns)
                            .carries_salts = options_.carries_salts,
                            .poll_ns = options_.heartbeat_ns}),
       sends_(&writer_, owner, options_.lease_ns),
+      heartbeat_ns_(options_.heartbeat_ns),
       told_ns_(now_ns),
       now_ns_(now_ns),
       heard_ns_(now_ns),
       sent_ns_(now_ns),
-      end_deadline_ns_(Moment(now_ns, options_.dead_after_ns)) {
+      end_deadline_ns_(MomentAfter(now_ns, std::min(options_.dead_after_ns, kFewFramesNs))) {
   QUIRE_CHECK(options_.heartbeat_ns > 0 && options_.dead_after_ns > 0 && options_.lease_ns > 0);
   QUIRE_CHECK(options_.window_bytes > 0) << "no part could come";
   writer_.Queue(TransferOpcode::kHello, wire::Encode(own_hello_));
@@ -110,24 +116,30 @@ void TransferSession::Tick(int64_t now_ns) {
                         "the time allowed"),
                  now_ns);
   }
-  if (accepts_input() && now_ns >= Moment(heard_ns_, options_.dead_after_ns)) {
+  if (accepts_input() && now_ns >= MomentAfter(heard_ns_, options_.dead_after_ns)) {
     return Lose(Status(StatusCode::kUnavailable,
                        "transfer: the peer gives no sign of life; it is taken for dead"));
   }
-  if (has_output() && now_ns >= Moment(sent_ns_, options_.lease_ns)) {
+  if (has_output() && now_ns >= MomentAfter(sent_ns_, options_.lease_ns)) {
     return Lose(Status(StatusCode::kUnavailable, "transfer: the peer takes no bytes"));
+  }
+  if (sends_.IsStuck(now_ns)) {
+    return Close(Status(StatusCode::kTimeout,
+                        "transfer: in the time of the lease the peer has taken fewer than 16 MiB "
+                        "of the rows that were sent, and not all of them"),
+                 now_ns);
   }
   const bool was_waiting = receives_.waits_for_room();
   receives_.Tick(now_ns);
   // What the peer has said meanwhile is read from now on.
   if (was_waiting && !receives_.waits_for_room()) heard_ns_ = now_ns;
   sends_.Tick(now_ns);
-  if (load_ != told_load_ && now_ns >= Moment(told_ns_, kLoadEveryNs)) {
+  if (load_ != told_load_ && now_ns >= MomentAfter(told_ns_, kLoadEveryNs)) {
     writer_.QueueUrgent(TransferOpcode::kLoad, wire::Encode(load_));
     told_load_ = load_;
     told_ns_ = now_ns;
   }
-  if (!has_output() && now_ns >= Moment(sent_ns_, options_.heartbeat_ns))
+  if (!has_output() && now_ns >= MomentAfter(sent_ns_, heartbeat_ns_))
     writer_.QueueUrgent(TransferOpcode::kHeartbeat, {});
 }
 
@@ -135,9 +147,9 @@ int64_t TransferSession::next_deadline() const {
   if (state_ == State::kOver) return kNever;
   if (state_ != State::kOpen) return end_deadline_ns_;
   int64_t next = std::min(receives_.next_deadline(), sends_.next_deadline());
-  if (load_ != told_load_) next = std::min(next, Moment(told_ns_, kLoadEveryNs));
-  if (accepts_input()) next = std::min(next, Moment(heard_ns_, options_.dead_after_ns));
-  return std::min(next, Moment(sent_ns_, has_output() ? options_.lease_ns : options_.heartbeat_ns));
+  if (load_ != told_load_) next = std::min(next, MomentAfter(told_ns_, kLoadEveryNs));
+  if (accepts_input()) next = std::min(next, MomentAfter(heard_ns_, options_.dead_after_ns));
+  return std::min(next, MomentAfter(sent_ns_, has_output() ? options_.lease_ns : heartbeat_ns_));
 }
 
 void TransferSession::Close(const Status& why, int64_t now_ns) {
@@ -145,7 +157,7 @@ void TransferSession::Close(const Status& why, int64_t now_ns) {
   if (state_ == State::kEnding || state_ == State::kOver) return;
   writer_.End(wire::EncodeEnd(0, why));
   state_ = State::kEnding;
-  end_deadline_ns_ = Moment(now_ns, options_.dead_after_ns);
+  end_deadline_ns_ = MomentAfter(now_ns, std::min(options_.dead_after_ns, kFewFramesNs));
   End(why);
 }
 
@@ -161,6 +173,7 @@ void TransferSession::End(const Status& why) {
   QUIRE_DCHECK(state_ == State::kEnding || state_ == State::kOver);
   QUIRE_DCHECK(status_.ok()) << "it has ended before";
   status_ = why;
+  owner_->OnOver(why);
   receives_.EndAll(why);
   sends_.EndAll(why);
 }
@@ -245,12 +258,18 @@ void TransferSession::SendPassport() {
 Status TransferSession::OnPassport(std::span<const std::byte> head) {
   const Status match = MatchPassports(options_.passport, wire::TextOf(head));
   if (!match.ok() && match.code() != StatusCode::kIncompatible)
-    return PeerBreach("sends no passport: " + std::string(match.message()));
+    return PeerBreach("sends no passport: " + wire::PrintableText(match.message()));
   QUIRE_RETURN_IF_ERROR(match);
   state_ = State::kOpen;
   receives_.SetSenderLease(int64_t{peer_hello_.lease_ms} * kNsPerMs);
+  // The peer may be less patient than this side knew.
+  const int64_t due_ns = int64_t{peer_hello_.dead_after_ms} * kNsPerMs / kHeartbeatsPerLife;
+  heartbeat_ns_ = std::min(heartbeat_ns_, std::max(due_ns, kHeartbeatMinNs));
   reader_.set_head_bytes_max(wire::kTransferHeadBytesMax);
-  owner_->OnOpen(static_cast<int64_t>(peer_hello_.window_bytes), peer_hello_.instance);
+  // What this side holds for it is bounded by this side, whatever it allows.
+  const int64_t held_max = std::max(options_.window_bytes, wire::kPartBytesMax);
+  owner_->OnOpen(std::min(static_cast<int64_t>(peer_hello_.window_bytes), held_max),
+                 peer_hello_.instance);
   return Status();
 }
 

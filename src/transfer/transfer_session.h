@@ -31,6 +31,9 @@ class TransferSession final : private FrameReader::Handler {
     // The two sides match; the peer takes `window_bytes` of parts, and `receiver` names it.
     virtual void OnOpen(int64_t window_bytes, const wire::Instance& receiver) = 0;
     virtual void OnLoad(const TransferLoad& load) = 0;
+    // No request is served any more. Called before receives and sends are ended: who is told of
+    // that finds the reason.
+    virtual void OnOver(const Status& why) noexcept = 0;
 
    protected:
     ~Owner() = default;
@@ -58,7 +61,9 @@ class TransferSession final : private FrameReader::Handler {
   bool accepts_input() const;
 
   bool has_output() const { return writer_.has_output(); }
-  std::span<const std::span<const std::byte>> Gather() { return writer_.Gather(); }
+  std::span<const std::span<const std::byte>> Gather(size_t frames_max) {
+    return writer_.Gather(frames_max);
+  }
   void Sent(size_t bytes, int64_t now_ns);
 
   // Lets time pass; due at next_deadline().
@@ -110,6 +115,7 @@ class TransferSession final : private FrameReader::Handler {
   FrameReader reader_;
   ReceiveHalf receives_;
   SendHalf sends_;
+  int64_t heartbeat_ns_;  // no longer than the peer waits
   TransferLoad load_;
   TransferLoad told_load_;
   int64_t told_ns_ = 0;

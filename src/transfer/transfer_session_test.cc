@@ -43,6 +43,7 @@ class SessionPair {
     bool has_moved = false;
     while (from->session.has_output()) {
       std::vector<std::byte> bytes = TakeOutput(&from->session, piece, now);
+      frames_of_receiver += from == &receiver;
       if (spoil) spoil(bytes);
       to->session.Receive(bytes, now);
       has_moved = true;
@@ -83,6 +84,7 @@ class SessionPair {
   }
 
   int64_t now = 0;
+  uint64_t frames_of_receiver = 0;  // where pieces are whole frames
   TestSession receiver;
   TestSession sender;
 };
@@ -459,6 +461,66 @@ TEST(TransferSession, DeadlinesAndLeasesEndTransfers) {
   pair.ExpectQuiet();
 }
 
+// A receiver that reads rows, renews leases and confirms nothing, or next to nothing.
+TEST(TransferSession, APeerThatConfirmsNoRowsIsNotWaitedForWithoutEnd) {
+  for (const bool confirms_some : {false, true}) {
+    SCOPED_TRACE(confirms_some);
+    SessionPair pair;
+    pair.Exchange();
+    const ReceiveMap map = pair.Ask(40);
+    pair.Live(100 * kTestSecondNs);  // a wait for the first row is none for the peer
+    for (int64_t row = 0; row < 40; ++row) pair.SendAll(map.epoch, row, 1);
+    uint64_t frame = pair.frames_of_receiver;
+    TransferSession& session = pair.sender.session;
+    const auto say = [&](TransferOpcode opcode, std::vector<std::byte> head) {
+      session.Receive(MakeFrame(frame++, opcode, std::move(head)), pair.now);
+    };
+    const int64_t begin = pair.now;
+    session.Tick(begin);
+    uint64_t confirmed = 0;
+    while (session.is_open() && pair.now < begin + 60 * kTestSecondNs) {
+      while (session.has_output()) TakeOutput(&session, 1 << 20, pair.now);
+      say(TransferOpcode::kLease, wire::Encode(wire::TransferLease{map.epoch}));
+      if (confirms_some)
+        say(TransferOpcode::kCredit, wire::Encode(wire::TransferCredit{++confirmed, false}));
+      pair.now += kTestSecondNs;
+      session.Tick(pair.now);
+    }
+    EXPECT_EQ(session.status().code(), StatusCode::kTimeout) << session.status().ToString();
+    EXPECT_EQ(pair.now - begin, 30 * kTestSecondNs);
+    EXPECT_EQ(pair.sender.over.at(map.epoch).code(), StatusCode::kTimeout);
+    EXPECT_EQ(pair.sender.window_left, pair.sender.window_bytes);
+  }
+}
+
+// A side that would say less often that it lives says it as often as the other one has to hear it.
+TEST(TransferSession, SignsOfLifeKeepToThePatienceOfThePeer) {
+  TransferSession::Options sender = TestSessionOptions(false);
+  sender.heartbeat_ns = 10 * kTestSecondNs;
+  sender.dead_after_ns = 60 * kTestSecondNs;
+  SessionPair pair(TestSessionOptions(true), sender);
+  pair.Exchange();
+  pair.Live(20 * kTestSecondNs);
+  EXPECT_TRUE(pair.receiver.session.is_open());
+  EXPECT_LE(pair.sender.session.next_deadline(), pair.now + kTestSecondNs);
+  // Nor more often than a hundred times a second, whatever the other one says.
+  TransferSession::Options hasty = TestSessionOptions(true);
+  hasty.dead_after_ns = kNsPerMs;
+  SessionPair other(hasty, TestSessionOptions(false));
+  other.Exchange();
+  EXPECT_GE(other.sender.session.next_deadline(), 10 * kNsPerMs);
+}
+
+// What a side holds for the other one is bounded here, whatever the other one allows.
+TEST(TransferSession, AWindowBeyondThisSidesLimitIsNotUsed) {
+  TransferSession::Options greedy = TestSessionOptions(true);
+  greedy.window_bytes = int64_t{1} << 36;
+  SessionPair pair(greedy, TestSessionOptions(false));
+  pair.Exchange();
+  EXPECT_EQ(pair.sender.window_bytes, wire::kPartBytesMax);
+  EXPECT_EQ(pair.receiver.window_bytes, int64_t{1} << 20);
+}
+
 // The sender's lease is what ends a transfer, also where it is the shorter one.
 TEST(TransferSession, RenewalsKeepToTheShorterLease) {
   TransferSession::Options sender = TestSessionOptions(false);
@@ -479,6 +541,29 @@ TEST(TransferSession, AReceiverThatLeavesTellsWhoWaitsForIt) {
   pair.Exchange();
   EXPECT_EQ(pair.sender.over.at(map.epoch).code(), StatusCode::kCancelled);
   pair.ExpectQuiet();
+}
+
+// Another cache counts epochs from 1 on, too: late rows of the first one would count there.
+TEST(TransferSession, AnEpochOfAReceiverThatHasLeftIsNotUsedAgain) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.SendAll(map.epoch, 0, 4);
+  pair.sender.SendRecord(map.epoch, 0, 4);
+  ReceiveHalf& receives = pair.receiver.session.receives();
+  receives.SetReceiver(nullptr);
+  TestReceiver other;
+  const ReceiveMap same = other.Reserve(4);
+  ASSERT_EQ(same.epoch, map.epoch);
+  receives.SetReceiver(&other);
+  const Status refused = receives.Open({.job = {.id = 2, .tokens = {1}}, .map = same}, pair.now);
+  EXPECT_EQ(refused.code(), StatusCode::kBadState);
+  EXPECT_NE(refused.message().find("connect again"), std::string::npos);
+  pair.Exchange();
+  EXPECT_EQ(other.CompleteRows(same.epoch, 0), 0);
+  const ReceiveMap next = other.Reserve(4);
+  EXPECT_TRUE(receives.Open({.job = {.id = 3, .tokens = {1}}, .map = next}, pair.now).ok());
+  receives.SetReceiver(nullptr);
 }
 
 TEST(TransferSession, SaltsTravelWhereNobodyElseReads) {
@@ -505,6 +590,32 @@ TEST(TransferSession, SaltsTravelWhereNobodyElseReads) {
       EXPECT_EQ(pair.sender.session.status().code(), StatusCode::kCorrupt);
     }
   }
+}
+
+// What the peer would take for a breach is refused here: others' transfers go over the connection.
+TEST(TransferSession, ARequestThatNoMessageCanSayIsRefusedAndTheConnectionStays) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.receiver.receiver.Reserve(4);
+  const TransferRequest good{.job = {.id = 1, .tokens = {1, 2, 3}}, .map = map};
+  const std::function<void(TransferRequest&)> changes[] = {
+      [](TransferRequest& r) { r.job.deadline_ns = -1; },
+      [](TransferRequest& r) { r.job.window = (int64_t{1} << 40) + 1; },
+      [](TransferRequest& r) { r.job.sinks = -1; },
+      [](TransferRequest& r) { r.map.count = 0; },
+      [](TransferRequest& r) { r.map.first_position = -1; },
+      [](TransferRequest& r) { r.map.kv_heads.clear(); },
+      [](TransferRequest& r) { r.map.epoch = 0; }};
+  for (const auto& change : changes) {
+    TransferRequest request = good;
+    change(request);
+    EXPECT_EQ(pair.receiver.session.receives().Open(request, pair.now).code(),
+              StatusCode::kBadArgument);
+  }
+  ASSERT_TRUE(pair.receiver.session.receives().Open(good, pair.now).ok());
+  pair.Exchange();
+  EXPECT_TRUE(pair.sender.session.is_open());
+  EXPECT_EQ(pair.sender.sends.count(map.epoch), 1U);
 }
 
 TEST(TransferSession, ALoadIsToldAndNotWithEachChange) {
@@ -538,6 +649,20 @@ TEST(TransferSession, AnOpeningThatDoesNotComeEnds) {
   EXPECT_TRUE(listener.session.is_over());
 }
 
+// Else some strangers would keep all peers out of a listener whose peers may be silent for an hour.
+TEST(TransferSession, AStrangerDoesNotStayAsLongAsAPeerMayBeSilent) {
+  TransferSession::Options patient = TestSessionOptions(false, "a secret");
+  patient.dead_after_ns = 3600 * kTestSecondNs;
+  TestSession listener(patient);
+  TakeOutput(&listener.session, 1 << 20, 0);
+  EXPECT_LE(listener.session.next_deadline(), 10 * kTestSecondNs);
+  listener.session.Tick(10 * kTestSecondNs);
+  EXPECT_EQ(listener.session.status().code(), StatusCode::kTimeout);
+  // Nor one that does not take the reason.
+  listener.session.Tick(20 * kTestSecondNs);
+  EXPECT_TRUE(listener.session.is_over());
+}
+
 TEST(TransferSession, AStrangerGetsNoMemory) {
   for (const uint32_t claims : {2000U, 1U << 16, 1U << 20, 0xffffffffU}) {
     TestSession listener(TestSessionOptions(false, "a secret"));
@@ -562,6 +687,9 @@ TEST(TransferSession, BreachesEndTheConnectionWithAReason) {
   beyond.bytes = (int64_t{1} << 20) + 1;
   auto huge = part;
   huge.bytes = int64_t{1} << 40;
+  auto wide = part;  // within the window, and more than one part of several rows has
+  wide.part.count = 2;
+  wide.bytes = int64_t{1} << 20;
   auto negative = part;
   negative.part.first_row = -1;
   const wire::TransferMap map{.map = {.epoch = 5, .slots = {}, .count = 1, .kv_heads = {2}}};
@@ -579,6 +707,7 @@ TEST(TransferSession, BreachesEndTheConnectionWithAReason) {
       {"beyond the window", TransferOpcode::kPart, wire::Encode(beyond)},
       {"a part of a terabyte", TransferOpcode::kPart, wire::Encode(huge)},
       {"a negative row", TransferOpcode::kPart, wire::Encode(negative)},
+      {"a megabyte of two rows", TransferOpcode::kPart, wire::Encode(wide)},
       {"a credit of nothing", TransferOpcode::kCredit,
        wire::Encode(wire::TransferCredit{7, false})},
       {"a map of no tokens", TransferOpcode::kMap, wire::Encode(nothing)},
@@ -601,6 +730,42 @@ TEST(TransferSession, BreachesEndTheConnectionWithAReason) {
     pair.Carry(&pair.receiver, &pair.sender, 1 << 20, {});
     EXPECT_EQ(pair.sender.session.status().code(), StatusCode::kRemote);
   }
+}
+
+// The receiver's frame about the first part that is sent to it. Its hello, passport, job and map
+// come before: the first frame is 4.
+void TellOfFirstPart(SessionPair* pair, uint64_t frame, bool wants_again) {
+  const wire::TransferCredit credit{1, wants_again};
+  pair->sender.session.Receive(MakeFrame(frame, TransferOpcode::kCredit, wire::Encode(credit)),
+                               pair->now);
+}
+
+// A receiver that reads nothing and confirms all the same would have this side hold a whole prompt.
+TEST(TransferSession, APartIsConfirmedAfterItWasSentAlone) {
+  for (const bool wants_again : {false, true}) {
+    SessionPair pair;
+    pair.Exchange();
+    const ReceiveMap map = pair.Ask(4);
+    pair.SendAll(map.epoch, 0, 4);
+    TakeOutput(&pair.sender.session, 1 << 20, pair.now);  // what announces the first part
+    TellOfFirstPart(&pair, 4, wants_again);
+    EXPECT_EQ(pair.sender.session.status().code(), StatusCode::kCorrupt);
+    EXPECT_EQ(pair.sender.session.sends().parts_sent_again, 0);
+  }
+}
+
+TEST(TransferSession, APartIsSentAgainTwiceAtMost) {
+  SessionPair pair;
+  pair.Exchange();
+  const ReceiveMap map = pair.Ask(4);
+  pair.SendAll(map.epoch, 0, 4);
+  while (pair.sender.session.has_output()) TakeOutput(&pair.sender.session, 1 << 20, pair.now);
+  for (uint64_t frame = 4; frame < 7; ++frame) {
+    EXPECT_TRUE(pair.sender.session.is_open()) << frame;
+    TellOfFirstPart(&pair, frame, true);
+  }
+  EXPECT_EQ(pair.sender.session.status().code(), StatusCode::kCorrupt);
+  EXPECT_EQ(pair.sender.session.sends().parts_sent_again, 2);
 }
 
 TEST(TransferSession, PartsOfWhatWasNotAskedForGoNowhere) {

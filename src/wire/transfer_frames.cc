@@ -110,6 +110,25 @@ Result<TransferHeader> DecodeTransferHeader(std::span<const std::byte, kTransfer
 
 // ------------------------------------------------------------------------------------------ heads
 
+bool IsLoad(const TransferLoad& load) {
+  return IsCount(load.queued_tokens) && IsCount(load.ns_per_token);
+}
+
+std::string_view WrongOf(const TransferJob& job) {
+  if (job.deadline_ns < 0) return "a job that was over before it was sent";
+  if (!IsCount(job.window) || !IsCount(job.sinks)) return "a job with a window that no job has";
+  const bool is_long = static_cast<int64_t>(job.salt.size()) > TransferJob::kSaltBytesMax;
+  return is_long ? "a job with a salt that is too long" : "";
+}
+
+std::string_view WrongOf(const ReceiveMap& map) {
+  const bool fits = map.epoch != 0 && map.count >= 1 && IsCount(map.count) &&
+                    IsCount(map.first_position) && !map.kv_heads.empty() &&
+                    static_cast<int64_t>(map.kv_heads.size()) <= kLayersMax &&
+                    std::ranges::all_of(map.kv_heads, IsCount);
+  return fits ? "" : "a map of no tokens, layers or epoch";
+}
+
 std::vector<std::byte> Encode(const TransferHello& hello) {
   std::vector<std::byte> head;
   FieldWriter writer(&head);
@@ -177,13 +196,11 @@ Result<TransferJob> DecodeTransferJob(std::span<const std::byte> head) {
   const auto salt = TakeList<char>(&reader);
   job.tokens = TakeList<int32_t>(&reader);
   if (!reader.ok()) return Malformed("a job of the wrong length");
-  if (job.deadline_ns < 0) return Malformed("a job that was over before it was sent");
-  if (!IsCount(job.window) || !IsCount(job.sinks) || (flags & ~kJobLongRope) != 0 ||
-      static_cast<int64_t>(salt.size()) > TransferJob::kSaltBytesMax) {
-    return Malformed("a job with a window, a salt or bits that no job has");
-  }
+  if ((flags & ~kJobLongRope) != 0) return Malformed("a job with bits that mean nothing");
   job.long_rope = (flags & kJobLongRope) != 0;
   job.salt.assign(salt.begin(), salt.end());
+  const std::string_view wrong = WrongOf(job);
+  if (!wrong.empty()) return Malformed(std::string(wrong));
   return job;
 }
 
@@ -211,11 +228,8 @@ Result<TransferMap> DecodeTransferMap(std::span<const std::byte> head) {
   map.map.kv_heads = TakeList<int64_t>(&reader);
   map.map.slots = TakeList<int64_t>(&reader);
   if (!reader.ok()) return Malformed("a map of the wrong length");
-  const bool fits = map.map.epoch != 0 && map.map.count >= 1 && IsCount(map.map.count) &&
-                    IsCount(map.map.first_position) && !map.map.kv_heads.empty() &&
-                    static_cast<int64_t>(map.map.kv_heads.size()) <= kLayersMax &&
-                    std::ranges::all_of(map.map.kv_heads, IsCount);
-  if (!fits) return Malformed("a map of no tokens, layers or epoch");
+  const std::string_view wrong = WrongOf(map.map);
+  if (!wrong.empty()) return Malformed(std::string(wrong));
   return map;
 }
 
@@ -321,8 +335,15 @@ Result<TransferEnd> DecodeTransferEnd(std::span<const std::byte> head) {
     return Malformed("an end of the wrong length");
   if (code >= kStatusCodeCount) return Malformed("an end with a status that there is not");
   end.code = static_cast<StatusCode>(code);
-  end.text = TextOf(reader.TakeBytes(reader.left()));
+  end.text = PrintableText(TextOf(reader.TakeBytes(reader.left())));
   return end;
+}
+
+std::string PrintableText(std::string_view text) {
+  std::string line(text);
+  std::ranges::replace_if(
+      line, [](char c) { return c < ' ' || c > '~'; }, '?');
+  return line;
 }
 
 Status TransferEnd::status() const {
@@ -353,7 +374,7 @@ Result<TransferLoad> DecodeTransferLoad(std::span<const std::byte> head) {
   TransferLoad load;
   load.queued_tokens = reader.Take<int64_t>();
   load.ns_per_token = reader.Take<int64_t>();
-  if (!reader.ok() || !IsCount(load.queued_tokens) || !IsCount(load.ns_per_token))
+  if (!reader.ok() || !IsLoad(load))
     return Malformed("a load of the wrong length, or of what nobody computes");
   return load;
 }

@@ -31,6 +31,8 @@ inline constexpr int64_t kOpeningHeadBytesMax = kErrorTextBytesMax + 64;
 inline constexpr int64_t kPassportBytesMax = int64_t{48} << 10;
 // A part: as large as a section of a chunk may be.
 inline constexpr int64_t kPartBytesMax = int64_t{64} << 20;
+// How often a receiver may ask for one part again.
+inline constexpr int kPartAgainMax = 2;
 inline constexpr size_t kInstanceBytes = 16;
 using Instance = std::array<std::byte, kInstanceBytes>;
 
@@ -112,7 +114,7 @@ struct TransferCredit {
 struct TransferEnd {
   uint64_t epoch = 0;
   StatusCode code = StatusCode::kOk;
-  std::string text{};
+  std::string text{};  // PrintableText
 
   Status status() const;  // kCancelled for kOk
 };
@@ -120,6 +122,12 @@ struct TransferEnd {
 struct TransferLease {
   uint64_t epoch = 0;
 };
+
+// Whether a message can say it: its numbers are none that a peer would refuse.
+bool IsLoad(const TransferLoad& load);
+// Why it can be no message: a part of a sentence; empty for one that can be sent.
+std::string_view WrongOf(const TransferJob& job);
+std::string_view WrongOf(const ReceiveMap& map);
 
 std::vector<std::byte> Encode(const TransferHello& hello);
 std::vector<std::byte> Encode(const TransferJob& job);
@@ -142,6 +150,10 @@ Result<TransferCredit> DecodeTransferCredit(std::span<const std::byte> head);
 Result<TransferEnd> DecodeTransferEnd(std::span<const std::byte> head);
 Result<TransferLease> DecodeTransferLease(std::span<const std::byte> head);
 Result<TransferLoad> DecodeTransferLoad(std::span<const std::byte> head);
+
+// What a peer says, a stranger perhaps, for messages and logs: one line of ASCII, anything else as
+// '?'.
+std::string PrintableText(std::string_view text);
 
 // Before the bytes of a part in a kData frame.
 struct TransferData {

@@ -131,6 +131,12 @@ TEST(TransferFrames, MessagesComeBackAsTheyWere) {
   EXPECT_EQ(DecodeTransferEnd(EncodeEnd(8, Status()))->status().code(), StatusCode::kCancelled);
 }
 
+// A stranger's goodbye is read before it has shown the secret, and goes to logs and to Python.
+TEST(TransferFrames, WhatAPeerSaysIsOneLineOfAscii) {
+  const Status foreign(StatusCode::kFull, "a\nb\x1b[2J \xff\xc3\xa9~ \x7f");
+  EXPECT_EQ(DecodeTransferEnd(EncodeEnd(8, foreign))->text, "a?b?[2J ???~ ?");
+}
+
 TEST(TransferFrames, CutAndLongMessagesAreRefused) {
   const std::vector<std::byte> part = Encode(SomePart());
   const std::vector<std::byte> job = Encode(TransferJob{.id = 3, .tokens = {1, 2}});

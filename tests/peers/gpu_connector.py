@@ -16,22 +16,21 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "vllm_connector"))
 
 import quire
-from quire.vllm import _blocks, connector
-from vllm_pair import PROMPT, Pair, damage, passport_of_fake, walk
+from quire.vllm import _blocks
+from vllm_pair import PROMPT, Pair, damage, fake_passports, walk
 
 _SEEDS = 16
 _PROCESS_SECONDS = 300.0
 
 
 def _pair(folder: Path, **options: Any) -> Pair:
-    with mock.patch.object(connector, "passport_of", passport_of_fake):
+    with fake_passports():
         extra = {"directory": str(folder), **options.pop("extra", {})}
         pair = Pair(extra, device="cuda", **options)
     for each in pair.worker._worker._blocks:
@@ -61,7 +60,7 @@ def test_another_process_finds_what_this_one_has_saved(tmp_path: Path) -> None:
 def test_chunks_pass_between_gpu_and_cpu_memory(tmp_path: Path) -> None:
     """Of one layout: the fake's passport says so."""
     assert _found(tmp_path / "a") == 0
-    with mock.patch.object(connector, "passport_of", passport_of_fake):
+    with fake_passports():
         pair = Pair({"directory": str(tmp_path / "a")})
         assert pair.generate(PROMPT).external == 12
         pair.close()
@@ -88,10 +87,10 @@ def test_two_slots_of_pinned_memory_are_enough(tmp_path: Path) -> None:
 
 
 def test_walks(tmp_path: Path, seeds: int = _SEEDS) -> None:
-    with mock.patch.object(connector, "passport_of", passport_of_fake):
+    with fake_passports():
         for seed in range(seeds):
             walk(seed, tmp_path / f"{seed}a", staged=False, device="cuda")
-            everything: dict[str, Any] = {"groups": None, "ranks": None}
+            everything: dict[str, Any] = {"groups": None, "ranks": None, "stages": None}
             walk(seed, tmp_path / f"{seed}b", staged=False, device="cuda", **everything)
 
 

@@ -3,8 +3,10 @@
 usage: vllm_run.py, a JSON object on standard input:
     model: folder. prompts: run one after the other; lists of ids, or objects of ids, salt, kv (the
     request's kv_transfer_params) and reset ("own": vLLM's prefix cache is emptied before, "both":
-    the connector is reset, too). count: new tokens of each.
-    connector: kv_connector_extra_config, or null. executor: "mp" = the worker is a process.
+    the connector is reset, too, "sleep": vLLM sleeps at level 2 before) and lora (name, number and
+    folder). count: new tokens of each.
+    connector: kv_connector_extra_config, or null. transfer: fields of the KVTransferConfig of
+    another connector than Quire's, or null. executor: "mp" = the worker is a process.
     options: further arguments of vllm.LLM. events: whether KV events are published.
 The last line of standard output is a JSON object: answers (ids), cached (for each prompt the tokens
 that vLLM has not computed), metrics, events (of each: name, medium, hashes, parent).
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -23,7 +26,14 @@ def _engine(load: dict[str, Any]) -> Any:
     from vllm.config import KVEventsConfig, KVTransferConfig
 
     options: dict[str, Any] = dict(load.get("options") or {})
-    if load["connector"] is not None:
+    if load.get("transfer"):
+        options["kv_transfer_config"] = KVTransferConfig(kv_role="kv_both", **load["transfer"])
+        if load["transfer"]["kv_connector"].startswith("LMCache"):
+            sys.path.append(str(Path(__file__).parents[2] / "bench"))
+            from vllm_engine_worker import scan_without_cffi
+
+            scan_without_cffi()
+    elif load["connector"] is not None:
         options["kv_transfer_config"] = KVTransferConfig(
             kv_connector="QuireConnector",
             kv_connector_module_path="quire.vllm",
@@ -46,6 +56,16 @@ def _engine(load: dict[str, Any]) -> Any:
     )
 
 
+def _make_stage_buffers(worker: Any) -> None:
+    """What comes from the stage before. vLLM makes it when it compiles, and without compiling its
+    CPU build stops at the first step."""
+    runner = worker.model_runner
+    if runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
 def _answer(engine: Any, asked: dict[str, Any], count: int) -> Any:
     import vllm
 
@@ -60,7 +80,12 @@ def _answer(engine: Any, asked: dict[str, Any], count: int) -> Any:
     prompt = {"prompt_token_ids": asked["ids"]}
     if "salt" in asked:
         prompt["cache_salt"] = asked["salt"]
-    (output,) = engine.generate([prompt], sampling, use_tqdm=False)
+    lora = None
+    if "lora" in asked:
+        from vllm.lora.request import LoRARequest
+
+        lora = LoRARequest(*asked["lora"])
+    (output,) = engine.generate([prompt], sampling, use_tqdm=False, lora_request=lora)
     return output
 
 
@@ -91,13 +116,18 @@ def main() -> None:
         "HF_HUB_OFFLINE": "1",
     }
     engine = _engine(load)
+    if load.get("options", {}).get("pipeline_parallel_size", 1) > 1:
+        engine.collective_rpc(_make_stage_buffers)
     published: list[dict[str, Any]] = []
     if load.get("events"):
         _publish_to(engine, published)
     answers, cached = [], []
     for prompt in load["prompts"]:
         asked = {"ids": prompt} if isinstance(prompt, list) else prompt
-        if "reset" in asked:
+        if asked.get("reset") == "sleep":
+            engine.sleep(level=2)
+            engine.wake_up()
+        elif "reset" in asked:
             assert engine.reset_prefix_cache(reset_connector=asked["reset"] == "both")
         output = _answer(engine, asked, load["count"])
         answers.append(list(output.outputs[0].token_ids))

@@ -48,6 +48,20 @@ def write_cpu(info: Path, vendor: str, flags: str) -> None:
     info.write_text(f"processor\t: 0\n{cpu}\nprocessor\t: 1\n{cpu}")
 
 
+@pytest.mark.parametrize(
+    "features,paths",
+    [
+        ("fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid", "neon"),
+        ("half thumb fastmult vfp edsp neon vfpv3", ""),  # 32 bits: no vectors of ours
+    ],
+)
+def test_aarch64_gets_neon(tmp_path: Path, features: str, paths: str):
+    info = tmp_path / "cpuinfo"
+    cpu = f"BogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU implementer\t: 0x41\n"
+    info.write_text(f"processor\t: 0\n{cpu}\nprocessor\t: 1\n{cpu}")
+    assert shell(f"kernel_paths {info}") == paths
+
+
 def test_dot_products_of_bfloat16_are_chosen_where_they_are_fast(tmp_path: Path):
     info = tmp_path / "cpuinfo"
     write_cpu(info, "AuthenticAMD", _BF16)

@@ -150,6 +150,8 @@ _ALLOWED_CALLS = {
         "_ZNSt6chrono3_V212steady_clock3nowEv"
     },  # how long a call may wait
     ("kernels", "dispatch.cc.o"): {"getenv"},  # QUIRE_KERNELS
+    ("transfer", "ucx_channel.cc.o"): {"dlopen"},  # libquire_ucx.so, when it is asked for
+    ("transfer", "ucx_library.cc.o"): {"getenv"},  # whether UCX_NET_DEVICES is set
 }
 # Of all objects of a layer.
 _ALLOWED_IN_LAYER = {"ffi": {"__cxa_throw", "_ZSt4cerr"}}  # the edge; tvm-ffi's headers print

@@ -1,4 +1,5 @@
-"""Calls of the program `quire`, in this process and as one of its own, and certificates for TLS."""
+"""Calls of the program `quire`, in this process and as one of its own, certificates for TLS, and
+UCX."""
 
 from __future__ import annotations
 
@@ -10,9 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from quire import cli
+from quire import _ffi, cli
 
 ROOT = Path(__file__).parents[2]
+
+
+def use_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections over UCX take tcp, here and in processes that are started."""
+    if not _ffi.LIBRARY_PATH.with_name("libquire_ucx.so").exists():
+        pytest.skip("no libquire_ucx.so: UCX's headers (libucx-dev) were not found")
+    monkeypatch.setenv("UCX_TLS", "tcp")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

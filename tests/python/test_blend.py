@@ -347,6 +347,21 @@ def test_what_does_not_fit_is_refused(make: Make) -> None:
         batch.at(executor, -1)
 
 
+def test_later_layers_have_what_the_first_one_had(make: Make) -> None:
+    """Without it the selected rows alone came out, as if they were all."""
+    batch = Batch(make)
+    executor = original(0.2)
+    out = batch.at(executor, 1)
+    rows = make(np.zeros((2, 4), np.float32))
+    fresh = {"fresh_q": out.q, "fresh_k": rows, "fresh_v": rows, "positions": out.positions}
+    with pytest.raises(quire.BadArgumentError, match="retrieved_k of layer 2 is None, but valid"):
+        batch.at(executor, 2, retrieved_k=None, retrieved_v=None, **fresh)
+    with pytest.raises(quire.BadArgumentError, match="retrieved_v of layer 2 is None, and the oth"):
+        batch.at(executor, 2, retrieved_v=None, **fresh)
+    later = batch.at(executor, 2, **fresh)  # the pass is as it was
+    assert later.k.shape == (10, 4)
+
+
 @pytest.mark.parametrize(
     "options,part",
     [

@@ -3,7 +3,9 @@ late, damaged or cancelled. Loads are held back by events; no test sleeps."""
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,6 +51,7 @@ class HeldSource:
         self.gates: dict[tuple[int, int], threading.Event] = {}
         self.failures: dict[tuple[int, int], Exception] = {}
         self.loaded: list[tuple[int, int]] = []
+        self.entered = threading.Event()
 
     def hold(self, segment: list[int], layer: int) -> threading.Event:
         return self.gates.setdefault((segment[0], layer), threading.Event())
@@ -64,6 +67,7 @@ class _HeldSegment:
 
     def load(self, layer: int) -> tuple[Any, Any]:
         key = (self._first, layer)
+        self._source.entered.set()
         if key in self._source.gates:
             assert self._source.gates[key].wait(30)
         if key in self._source.failures:
@@ -148,6 +152,75 @@ def test_borders_of_requests_and_segments(open_retriever: Any) -> None:
         retriever.new_request([A, B], [[]])
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), -1, "1"])
+def test_waits_that_are_no_seconds_are_refused(open_retriever: Any, seconds: Any) -> None:
+    """NaN kept the CPU busy for as long as the layer took."""
+    retriever = open_retriever(memory(A))
+    task = retriever.new_request([A], [[]])
+    for call in (
+        lambda: task.result(0, timeout=seconds),
+        lambda: retriever.new_request([A], [[]], deadline=seconds),
+    ):
+        with pytest.raises(quire.BadArgumentError, match="timeout|deadline"):
+            call()
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e300])
+def test_waits_without_an_end(open_retriever: Any, seconds: float) -> None:
+    """They were an OverflowError of Python's."""
+    source = HeldSource(A)
+    gate = source.hold(A, 0)
+    calls = itertools.count(1)
+
+    def clock() -> float:
+        """The third time is under the lock that the load needs, so the task has to wait."""
+        if next(calls) == 3:
+            gate.set()
+        return 0.0
+
+    task = open_retriever(source, clock=clock).new_request([A], [[]], deadline=seconds)
+    assert lists(task.result(0, timeout=seconds))[0] == [1] * 3
+
+
+class _SlowPart:
+    """KV whose copy waits for an event."""
+
+    def __init__(self, array: np.ndarray, begun: threading.Event, gate: threading.Event) -> None:
+        self._array, self._begun, self._gate = array, begun, gate
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        self._begun.set()
+        assert self._gate.wait(30)
+        return self._array
+
+
+def test_nothing_is_written_to_rows_that_are_handed_out(open_retriever: Any) -> None:
+    """A segment could count as late while its rows were copied: an executor with `inplace` had put
+    fresh rows there, which the copy then replaced."""
+    begun, gate = threading.Event(), threading.Event()
+    source = memory(A)
+
+    class Slow:
+        token_count, positions = 2, np.arange(2)
+
+        def load(self, layer: int) -> tuple[Any, Any]:
+            k, v = kv(B)[layer]
+            return k, _SlowPart(v, begun, gate)
+
+    find = source.find
+    source.find = lambda ids: Slow() if ids[0] == B[0] else find(ids)  # type: ignore[method-assign]
+    # A comes first, so that there are arrays to copy to.
+    task = open_retriever(source, threads=1).new_request([A + B], [[3]])
+    assert begun.wait(30)
+    is_free = task._changed.acquire(blocking=False)
+    if is_free:
+        task._changed.release()
+    gate.set()
+    assert not is_free, "nobody can strike it now"
+    assert lists(task.result(2))[0] == [1] * 5
+
+
 # Example 13.
 def test_a_request_returns_at_once_and_layers_come_one_by_one(open_retriever: Any) -> None:
     source = HeldSource(A, B)
@@ -217,8 +290,12 @@ def test_a_failure_is_a_miss_before_the_selection_and_an_error_after(open_retrie
     task = retriever.new_request([A + B], [[3]])
     assert lists(task.result(1))[0] == [1] * 5
     gate.set()
-    with pytest.raises(OSError, match="disk"):
-        task.result(2)
+    places = []
+    for _ in range(3):
+        with pytest.raises(OSError, match="disk") as caught:
+            task.result(2)
+        places.append(len(caught.traceback))
+    assert places[0] == places[1] == places[2], "it does not grow with each time"
     assert lists(task.result(1))[0] == [1] * 5
 
 
@@ -287,8 +364,62 @@ def test_cancel_and_close_end_what_waits(open_retriever: Any) -> None:
     retriever.close()
 
 
+def blend_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "quire-blend"}
+
+
+def expect_ended(threads: set[threading.Thread]) -> None:
+    assert threads
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_one_that_is_dropped_ends_its_threads() -> None:
+    others = blend_threads()
+    retriever = BlendRetriever(memory(A))
+    assert lists(retriever.new_request([A], [[]]).result(LAYERS - 1))[0] == [1] * 3
+    threads = blend_threads() - others
+    dropped = weakref.ref(retriever)
+    del retriever
+    assert dropped() is None
+    expect_ended(threads)
+    engine = lmcache.LMCacheEngine()
+    adapter = lmcache.SPTBlendRetriever(engine)
+    threads = blend_threads() - others
+    del adapter
+    expect_ended(threads)
+
+
+def test_a_retrieval_outlives_the_retriever_that_began_it() -> None:
+    others = blend_threads()
+    source = HeldSource(A)
+    gate = source.hold(A, 1)
+    task = BlendRetriever(source).new_request([A], [[]])
+    threads = blend_threads() - others
+    assert lists(task.result(0))[0] == [1] * 3
+    gate.set()
+    assert np.array_equal(task.result(LAYERS - 1).v, kv(A)[LAYERS - 1][1])
+    expect_ended(threads)
+
+
+def test_of_a_task_that_is_dropped_nothing_more_is_loaded() -> None:
+    others = blend_threads()
+    source = HeldSource(A)
+    gate = source.hold(A, 0)
+    retriever = BlendRetriever(source, threads=1)
+    task = retriever.new_request([A], [[]])
+    assert source.entered.wait(30)
+    threads = blend_threads() - others
+    dropped = weakref.ref(task)
+    del task, retriever
+    gate.set()
+    expect_ended(threads)
+    assert dropped() is None and source.loaded == [(A[0], 0)]
+
+
 def test_a_memory_is_bounded_and_keeps_what_was_used_last(open_retriever: Any) -> None:
-    token_bytes = LAYERS * 2 * HEADS * DIM * 4
+    token_bytes = LAYERS * 2 * HEADS * DIM * 4 + 8  # and an id
     bounded = memory(A, B, capacity_bytes=5 * token_bytes)
     assert bounded.used_bytes == 5 * token_bytes
     bounded.store(A, kv(A))
@@ -309,6 +440,20 @@ def test_a_memory_is_bounded_and_keeps_what_was_used_last(open_retriever: Any) -
     for options in ({"threads": 0}, {"select_layer": LAYERS}, {"select_layer": -1}):
         with pytest.raises(quire.BadArgumentError):
             open_retriever(bounded, **options)
+
+
+def test_the_end_of_a_segment_leaves_a_memory_before_its_beginning() -> None:
+    """A chunk is found behind those before it alone; each counts its own ids, once."""
+    token_bytes = LAYERS * 2 * HEADS * DIM * 4 + 8
+    long = list(range(64))
+    small = SegmentMemory(LAYERS, chunk_tokens=2, capacity_bytes=64 * token_bytes)
+    small.store(long, kv(long))
+    assert small.used_bytes == 64 * token_bytes and small.find(long).token_count == 64
+    small.store([7, 7], kv([7, 7]))
+    assert small.find(long).token_count == 62
+    small.store(long[:4], kv(long[:4]), first_position=5)  # those behind it are found as before
+    assert small.find(long).positions.tolist() == [5, 6, 7, 8, *range(4, 62)]
+    assert small.find(long[2:]).token_count == 0
 
 
 def test_positions_begin_where_the_segment_was_computed() -> None:
@@ -375,6 +520,18 @@ def test_an_engine_may_be_empty() -> None:
             found(LAYERS)
         engine.close()
         assert found(0) == [0] * 7
+
+
+def test_a_first_store_that_is_refused_says_nothing_about_the_layers() -> None:
+    """It settled how many there are: the right ones were refused for ever."""
+    engine = lmcache.LMCacheEngine()
+    k, v = kv(A)[0]
+    with pytest.raises(quire.BadArgumentError, match="2 tokens, but KV of shape"):
+        engine.store(B, [(k, v)])
+    with pytest.raises(quire.BadStateError, match="store something first"):
+        _ = engine.memory
+    engine.store(A, kv(A))
+    assert engine.memory.layer_count == LAYERS
 
 
 def test_encoders_that_are_set_rotate_keys() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dis
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -270,6 +271,29 @@ def test_stats_wait_for_what_was_asked_before(own: quire.Engine) -> None:
     assert own.stats(wait=False)["pages_total"] > 0
     del stream
     assert own.stats()["running"] == own.stats()["waiting"] == 0
+
+
+def test_on_step_may_not_wait_for_an_answer(own: quire.Engine) -> None:
+    """It would wait for itself, and once did."""
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+    streams: queue.SimpleQueue[quire.Stream] = queue.SimpleQueue()
+
+    def wait() -> None:
+        own.on_step = None
+        stream = streams.get(timeout=60)
+        for call in (lambda: own.generate("y"), lambda: next(stream)):
+            try:
+                call()
+                found.put("an answer")
+            except quire.BadStateError as error:
+                found.put(str(error))
+
+    own.on_step = wait  # before the request: its last step may be over when stream() returns
+    stream = own.stream("x", max_tokens=4)
+    streams.put(stream)
+    for _ in range(2):
+        assert "on_step waits for an answer" in found.get(timeout=60)
+    assert list(stream)[-1].result is not None, "nothing has changed"
 
 
 _PROGRAM = """

@@ -4,6 +4,7 @@ sense as those of any other model."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,19 @@ def test_the_folder_holds_a_link_and_is_made_once(tmp_path):
     assert model_folder(folder) == folder
     write(file, "Q4_0")
     assert model_folder(file) != folder
+
+
+def test_what_engines_do_not_read_is_not_the_model(tmp_path):
+    """A safetensors file beside the GGUF file once stood for it: KV of other weights would have
+    been taken."""
+    folders = []
+    for kind in ("Q8_0", "Q4_0"):
+        folder = tmp_path / kind
+        shutil.copytree(model_folder(write(tmp_path / f"{kind}.gguf", kind)), folder, symlinks=True)
+        (folder / "adapter.safetensors").write_bytes(b"of something else")
+        folders.append(folder)
+    first, second = (model_identity(folder)["revision"] for folder in folders)
+    assert first != second
 
 
 def test_another_quantisation_is_another_model(tmp_path):

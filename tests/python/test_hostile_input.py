@@ -26,6 +26,8 @@ BYTES = {
 COMMANDS = {
     "generate": ["MODEL", "Hi", "--max-tokens", "1"],
     "chat": ["MODEL"],
+    "blend": ["add", "no-file", "--kv-dir", "kv"],
+    "prefill": ["MODEL", "--listen", "127.0.0.1:0", "--dry-run"],
     "inspect": ["MODEL", "--dry-run"],
     "kv-quality": ["MODEL", "--tokens", "8", "--types", "int8"],
     "quality": ["MODEL", "--against", "MODEL", "--tokens", "8"],

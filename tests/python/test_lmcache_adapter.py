@@ -8,6 +8,7 @@ import dataclasses
 import os
 import random
 import select
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import quire
-from quire.lmcache import QuireL2Adapter
+from quire.lmcache import QuireL2Adapter, _l2_adapter
 
 _SHAPE = (2, 3, 16, 8)  # bf16
 _SIZE = 2 * 3 * 16 * 8 * 2
+_PATIENCE = 120.0  # seconds: of a machine that does something else, with a disk that does, too
+_PATIENT = {"load_timeout": _PATIENCE, "disk_timeout_ms": int(1000 * _PATIENCE)}
 _LAYOUTS = {0: types.SimpleNamespace(shapes=[torch.Size(_SHAPE)], dtypes=[torch.bfloat16])}
 
 
@@ -54,7 +57,7 @@ class Server:
     """What LMCache's two controllers do with an adapter."""
 
     def __init__(self, **params: Any) -> None:
-        self.adapter = QuireL2Adapter(params)
+        self.adapter = QuireL2Adapter({**_PATIENT, **params})
         self.fds = {
             "store": self.adapter.get_store_event_fd(),
             "lookup": self.adapter.get_lookup_and_lock_event_fd(),
@@ -63,7 +66,7 @@ class Server:
         assert len(set(self.fds.values())) == 3
 
     def _wait(self, what: str) -> None:
-        assert select.select([self.fds[what]], [], [], 30)[0], what
+        assert select.select([self.fds[what]], [], [], _PATIENCE)[0], what
         os.eventfd_read(self.fds[what])
 
     def store(self, keys: list[ObjectKey], objects: list[Memory]) -> Any:
@@ -221,6 +224,29 @@ def test_usage_follows_stores_deletions_and_evictions(tmp_path: Path) -> None:
     small.adapter.close()
 
 
+def test_objects_of_all_sizes_are_deleted(server: Server) -> None:
+    """A prompt's end is shorter than other objects of the group."""
+    keys = _keys(3)
+    server.store(keys[:1], [Memory(1)])
+    server.store(keys[1:2], [Memory(2, size=_SIZE // 2)])
+    server.adapter.delete(keys[:2])
+    server.store(keys[2:], [Memory(3)])  # behind the deletion
+    assert server.lookup(keys) == [False, False, True]
+    assert _salts(server) == {"": _SIZE}
+
+
+def test_usage_is_bounded_where_nobody_tells_of_evictions(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_l2_adapter, "_TOLD_MAX", 4)
+    keys = [ObjectKey(bytes([i, 2])) for i in range(10)]
+    for i, key in enumerate(keys):
+        server.store([key], [Memory(i)])
+    assert len(server.adapter._told) == 4
+    assert _salts(server) == {"": 4 * _SIZE}
+    assert all(server.lookup(keys)), "they are there still"
+
+
 def test_a_task_that_fails_says_so(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,8 +280,22 @@ def test_a_dead_redis_beside_a_folder(tmp_path: Path) -> None:
 def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(quire.BadArgumentError, match="neither directory nor redis"):
         QuireL2Adapter({})
-    with pytest.raises(quire.BadArgumentError, match="no_such"):
-        QuireL2Adapter({"directory": str(tmp_path), "no_such": 1})
+    for wrong, message in (
+        ({"no_such": 1}, "adapter_params has the unknown names .'no_such'."),
+        ({"redis": 6379}, "adapter_params: redis must be a text, not int"),
+        ({"key": "secret"}, "adapter_params: key is given by its file, as key_file"),
+        ({"load_timeout": "2"}, "adapter_params: load_timeout must be a number, not str"),
+        ({"load_timeout": float("nan")}, "adapter_params: load_timeout is nan"),
+        ({"lock_timeout": 0}, "adapter_params: lock_timeout is 0.0; it must be above 0"),
+        ({"key_file": 5}, "adapter_params: key_file must be a text, not int"),
+        ({"disk_bytes": "1 GB"}, "disk_bytes"),
+        ({"disk_bytes": None}, "disk_bytes"),
+        ({"disk_bytes": []}, "disk_bytes"),
+    ):
+        with pytest.raises(quire.BadArgumentError, match=message):
+            QuireL2Adapter({"directory": str(tmp_path), **wrong})
+    with pytest.raises(quire.BadArgumentError, match="adapter_params is a list, not an object"):
+        QuireL2Adapter(["directory"])  # type: ignore[arg-type]
     key_file = tmp_path / "key"
     key_file.write_bytes(b"k" * 32)
     server = Server(directory=str(tmp_path / "kv"), key_file=str(key_file))
@@ -273,6 +313,55 @@ def test_large_objects_have_several_sections(server: Server) -> None:
     loaded = Memory(size=size)
     assert server.load(_keys(1), [loaded]) == [True]
     assert np.array_equal(loaded.array, big.array)
+
+
+def test_a_closed_adapter_says_so(tmp_path: Path) -> None:
+    """Tasks that were submitted before are done; later ones would never be, and an event fd's
+    number may be that of another file."""
+    server = Server(directory=str(tmp_path))
+    adapter, keys = server.adapter, _keys(2)
+    stored = adapter.submit_store_task(keys, [Memory(1), Memory(2)])
+    adapter.close()
+    adapter.close()
+    assert adapter.pop_completed_store_tasks() == {stored: 2 * _SIZE}
+    assert adapter.pop_completed_store_tasks() == {}
+    calls: list[Any] = [
+        lambda: adapter.submit_store_task(keys, [Memory(1), Memory(2)]),
+        lambda: adapter.submit_lookup_and_lock_task(keys, _LAYOUTS),
+        lambda: adapter.submit_load_task(keys, [Memory(), Memory()]),
+        lambda: adapter.delete(keys),
+        adapter.report_status,
+        adapter.get_store_event_fd,
+        adapter.get_lookup_and_lock_event_fd,
+        adapter.get_load_event_fd,
+    ]
+    for call in calls:
+        with pytest.raises(quire.ClosedError, match="QuireL2Adapter: it was closed"):
+            call()
+    assert adapter.query_lookup_and_lock_result(1) is None
+    assert adapter.query_load_result(1) is None
+    adapter.submit_unlock(keys)
+    again = Server(directory=str(tmp_path))
+    assert again.lookup(keys) == [True, True]
+    again.adapter.close()
+
+
+def test_a_task_beside_the_end_is_done_or_refused(tmp_path: Path) -> None:
+    """Never taken and forgotten."""
+    for i in range(20):
+        adapter = QuireL2Adapter({"directory": str(tmp_path / str(i))})
+        taken: list[int] = []
+
+        def submit(adapter: Any = adapter, taken: list[int] = taken) -> None:
+            with contextlib.suppress(quire.ClosedError):
+                for _ in range(10_000):
+                    taken.append(adapter.submit_load_task([], []))
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        adapter.close()
+        thread.join()
+        assert all(adapter.query_load_result(each) is not None for each in taken)
 
 
 def _damage_two(rng: random.Random, folder: Path) -> None:

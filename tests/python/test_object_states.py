@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -337,7 +339,7 @@ TABLES: dict[str, dict[str, _Call]] = {
         "compile_grammar": _Call(({"regex": "a+"},), failed="Ok"),
         "describe": _OK,
         "document_ranges": _Call(([1, 2],), closed="Ok", failed="Ok"),
-        "flush_store": _FIXED,
+        "flush_store": _Call(failed="Ok"),
         "generate": _Call(([1, 2],)),
         "generate_each": _Call(([([1, 2], {"max_tokens": 1})],)),
         "has_tokenizer": _FIXED,
@@ -362,7 +364,7 @@ TABLES: dict[str, dict[str, _Call]] = {
         "stream_chat": _Call(([{"role": "user", "content": "a"}],)),
         "tokenizer": _FIXED,
         "uses_store": _FIXED,
-        "wait_for_store": _FIXED,
+        "wait_for_store": _Call(failed="Ok"),
     },
 }
 
@@ -463,3 +465,62 @@ def test_every_member_ends_as_the_table_says(objects: _Objects, name: str, state
     if state == "failed":
         del kept
     assert {k: (v, ends[k]) for k, v in expected.items() if v != ends[k]} == {}
+
+
+_FORKED = """
+import os, sys, time
+import quire
+from quire import blend
+from quire.remote_buffers import RemoteStoreBuffer, StoreBufferServer
+
+def cache(threads=1):
+    return quire.KVCache(num_layers=1, num_qo_heads=2, num_kv_heads=1, qk_head_dim=8,
+                         max_num_sequences=2, token_capacity=32, threads=threads)
+
+folder = sys.argv[1]
+passport = {"model": "m", "revision": "r", "block": 2, "layers": [0, 1], "kind": "latent",
+            "dtype": "u8", "kv_heads": 1, "head_dim": 8}
+store = quire.ChunkStore(folder, ram_bytes=1 << 20)
+space = store.space(passport)
+fetch = space.fetch([1, 2])
+with quire.ChunkStore(folder + "/closed") as closed:  # its lanes to the disk end with it
+    left = closed.space(passport)
+computes = cache(threads=4)
+computes.add_sequence(0)
+listener = quire.TransferListener(f"unix:{folder}/peers", cache())
+peer = quire.TransferPeer.connect(listener.endpoint, cache())
+server = StoreBufferServer(1 << 16)
+remote = RemoteStoreBuffer(server.endpoint)
+retriever = blend.BlendRetriever(blend.SegmentMemory(2))
+calls = [store.statistics, lambda: fetch.ready, lambda: space.keys([1, 2]),
+         lambda: listener.endpoint, peer.stats, lambda: server.buffer_size,
+         lambda: remote.buffer_size, lambda: retriever.new_request([], [])]
+for call in calls:
+    call()
+child = os.fork()
+for call in calls:
+    try:
+        call()
+        assert child > 0, call
+    except quire.ClosedError:
+        assert child == 0, call
+if child == 0:
+    for owner in (store, listener, peer, server, remote, retriever):
+        owner.close()
+    begin = time.monotonic()
+    del store, space, fetch, listener, peer, server, remote, retriever, left, closed
+    assert time.monotonic() - begin < 1, "a lane to the disk was waited for"
+    assert computes.get_sequence_length(0) == 0
+    del computes
+    for _ in range(4):
+        cache(threads=4).close()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+
+
+def test_the_child_of_a_fork_has_closed_objects(tmp_path: Path) -> None:
+    """Their threads are the parent's: a child once crashed or waited when it ended."""
+    command = [sys.executable, "-W", "ignore", "-c", _FORKED, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr

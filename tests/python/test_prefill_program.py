@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import quire
-from program import Certificates, process, run
+from program import Certificates, process, run, use_ucx
 from quire import _options, _prefill, _ranges
 from tiny_model import Shape, TinyModel
 
@@ -134,13 +134,21 @@ def same_answers(a: quire.Result, b: quire.Result) -> bool:
 # ---- The program, two processes
 
 
-@pytest.mark.parametrize("kind", ["tcp", "tls", "unix"])
+@pytest.mark.parametrize("kind", ["tcp", "tls", "unix", "ucx"])
 def test_a_prompt_of_another_process_has_the_answer_of_one(
-    start: Start, embedded_model: str, tmp_path: Path, kind: str, request: pytest.FixtureRequest
+    start: Start,
+    embedded_model: str,
+    tmp_path: Path,
+    kind: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     listen, guard, other_guard = "127.0.0.1:0", [], []
     if kind == "unix":
         listen = f"unix:{tmp_path}/prefill.sock"
+    elif kind == "ucx":
+        use_ucx(monkeypatch)
+        listen = "ucx:127.0.0.1:0"
     elif kind == "tcp":
         guard = other_guard = ["--peer-secret-file", request.getfixturevalue("secret")]
     else:
@@ -148,7 +156,7 @@ def test_a_prompt_of_another_process_has_the_answer_of_one(
         guard = tls_flags(certificates, certificates.client)
         other_guard = tls_flags(certificates, certificates.server)
     prefill = start(embedded_model, listen, *other_guard)
-    assert prefill.address.startswith("unix:" if kind == "unix" else "127.0.0.1:")
+    assert prefill.address.startswith(listen.removesuffix(":0"))
     alone, _ = answer_of(generate())
     found, err = answer_of(
         generate("--prefill-from", prefill.address, "--prefill-remote", "always", *guard)
@@ -234,7 +242,9 @@ def test_another_model_is_refused_with_the_field_and_both_values(
     assert refused.returncode == 1 and out == b""
     text = err.decode().splitlines()[-1]
     assert re.search(r"^quire: error: .*the two sides hold other KV: \w+: .+ here, .+ there$", text)
-    assert second.refusal() and second.terminate()[0] == 0
+    # Both were refused for one cause, which is told once; the 10th time is not reached at once.
+    code, rest = second.terminate()
+    assert code == 0 and line.encode() not in rest
 
 
 def test_a_server_answers_with_the_prompts_of_another_process(
@@ -435,6 +445,38 @@ def test_a_secret_is_read_once(tmp_path: Path) -> None:
         _prefill.connection_fields(options | {"peer_secret_file": path})
 
 
+def test_a_cause_of_refusals_is_told_once_and_then_counted() -> None:
+    told: list[str] = []
+    tell = _prefill.OncePerCause(told.append)
+    for _ in range(1000):
+        tell("another model")
+    tell("another tokenizer")
+    assert told == [
+        "another model",
+        *[f"another model ({count} times)" for count in (10, 100, 1000)],
+        "another tokenizer",
+    ]
+
+
+def test_strangers_with_a_new_cause_each_time_fill_no_log() -> None:
+    told: list[str] = []
+    now = 0.0
+    tell = _prefill.OncePerCause(told.append, lambda: now)
+    # The causes that are kept are limited, too: what came last stays.
+    for number in range(300):
+        tell(str(number))
+    assert told == [str(number) for number in range(60)]
+    told.clear()
+    now = 59.9
+    tell("another model")
+    now = 60.0
+    tell("299")
+    assert told == []
+    tell("0")
+    tell("another tokenizer")
+    assert told == ["0 (241 others were not told)", "another tokenizer"]
+
+
 def test_one_process_computes_for_others_and_has_others_compute(
     start: Start, roomy: TinyModel
 ) -> None:
@@ -490,6 +532,12 @@ def test_auto_computes_short_prompts_here(start: Start, roomy: TinyModel) -> Non
         (["prefill", "--listen", "0.0.0.0:0"], "--peer-secret-file FILE"),
         (["prefill", "--listen", "7000"], "no address"),
         (["prefill", "--listen", "unix:"], "unix:PATH"),
+        (["prefill", "--listen", "ucx:7000"], "no address"),
+        (["prefill", "--listen", "ucx:0.0.0.0:0"], "the same content on both sides\n"),
+        (
+            ["prefill", "--listen", "ucx:127.0.0.1:0", "--peer-tls-cert-file", "SHORT"],
+            "there is no TLS over UCX",
+        ),
         (["prefill", "--listen", "127.0.0.1:0", "--peer-secret-file", "SHORT"], "at least 16"),
         (["serve", "--prefill-listen", "192.0.2.1:7000"], "--peer-secret-file FILE"),
         (["prefill", "--listen", "0.0.0.0:0"], "or TLS with --peer-tls-ca-file, "),
@@ -541,6 +589,10 @@ def test_options_of_engines_are_checked(roomy: TinyModel, tmp_path: Path) -> Non
     ):
         with pytest.raises(quire.BadArgumentError, match=expected):
             quire.Engine(roomy.directory, threads=1, **options)  # type: ignore[arg-type]
+    # A process that is not there hid it.
+    for addresses in ("127.0.0.1:1, 127.0.0.1:2", "127.0.0.1:1,"):
+        with pytest.raises(quire.BadArgumentError, match='endpoint "'):
+            quire.Engine(roomy.directory, threads=1, prefill_from=addresses)
     with quire.Engine(roomy.directory, threads=1, prefill_from="127.0.0.1:1") as engine:
         (peer,) = engine.prefill_peers()
         assert not peer.connected and peer.error

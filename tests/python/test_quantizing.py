@@ -125,6 +125,7 @@ def test_a_head_that_is_the_embedding_has_no_kind_of_its_own(tmp_path):
     "config, message",
     [
         ("[1]", "no JSON object"),
+        ('{"architectures": [[]]}', "a list of names"),
         ("{", "is no JSON"),
         (json.dumps(CONFIG | {"num_attention_heads": "4"}), "num_attention_heads is '4'"),
         (json.dumps(CONFIG | {"num_attention_heads": 7}), "no 7 heads of pairs"),
@@ -185,6 +186,45 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, change, message):
         quantize_model(source, tmp_path / "made")
     assert str(file) in str(caught.value)
     assert not (tmp_path / "made").exists()
+
+
+def with_others(source: Path) -> None:
+    """Weights that engines do not read: of other numbers, and of other names."""
+    name = "model.norm.weight"
+    for file, tensor in (("old.safetensors", name), ("consolidated.safetensors", "norm.weights")):
+        with SafetensorsWriter(
+            str(source / file), [Declaration(tensor, "F32", (HIDDEN,))]
+        ) as writer:
+            writer.write(np.full(HIDDEN, 7, np.float32))
+
+
+@pytest.mark.parametrize("index", [False, True])
+def test_files_that_engines_do_not_read_are_left_alone(tmp_path, index):
+    """Of a tensor in two files the last one was once taken, whichever engines read."""
+    source = folder(tmp_path / "source")
+    if index:
+        (source / "model.safetensors").rename(source / "1.safetensors")
+        names = dict.fromkeys(tensors(), "1.safetensors")
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with_others(source)
+    made = quantize_model(source, tmp_path / "made")
+    norm = stored(made)["output_norm.weight"]
+    assert np.array_equal(norm.data, tensors()["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    "index",
+    [b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}',
+     b'{"weight_map": {"a": "../1.safetensors"}}', b'{"weight_map": {"a": "model.bin"}}'],
+)
+def test_a_damaged_index_is_refused_by_name(tmp_path, index):
+    source = folder(tmp_path / "source")
+    (source / "model.safetensors").rename(source / "1.safetensors")
+    file = source / "model.safetensors.index.json"
+    file.write_bytes(index)
+    with pytest.raises(quire.CorruptError, match="weight_map names no") as caught:
+        quantize_model(source, tmp_path / "made")
+    assert str(file) in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,24 @@ def test_requests_without_a_limit_run_side_by_side(tiny: TinyModel) -> None:
 def test_a_window_ends_at_as_many_tokens_as_positions(engine: quire.Engine) -> None:
     result = engine.generate([5] * 20, ignore_eos=True, window=32, sinks=2)
     assert len(result.ids) == 256 and result.finish_reason == "length"
+
+
+def test_steps_that_end_before_a_stream_is_there_are_told(
+    engine: quire.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, ended = engine._submit, threading.Event()
+
+    def submit_and_wait(*arguments: Any) -> Any:
+        request = submit(*arguments)
+        assert ended.wait(60)
+        return request
+
+    monkeypatch.setattr(engine, "_submit", submit_and_wait)
+    monkeypatch.setattr(engine, "on_step", ended.set)
+    done: list[bool] = []
+    stream = engine.stream([5] * 10, max_tokens=1, on_step=lambda: done.append(True))
+    list(stream)
+    assert done
 
 
 def test_a_long_prompt_tells_how_far_it_is(engine: quire.Engine) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ PASSPORT = {
     "numerics": "n",
 }
 TOKENS = list(range(100, 100 + 4 * BLOCK + 3))  # four chunks and a rest
+_ARRAY = np.zeros((BLOCK, 2, 8), np.float16)
 
 
 @pytest.fixture
@@ -290,6 +292,65 @@ def test_wrong_passports_and_arrays_are_named(store: quire.ChunkStore) -> None:
         quire.BlockMemory({("keys", 0): array})  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s, f, m: f.scatter(0, m, [2**40] * 2), "blocks has the numbers 1099511627776 to"),
+        (lambda s, f, m: f.scatter(0, m, [-1, 0]), "blocks has the numbers -1 to 0"),
+        (lambda s, f, m: f.scatter(0, m, "ab"), "blocks must be integers"),
+        (lambda s, f, m: f.scatter(0, None, [0, 1]), "must be a BlockMemory, not NoneType"),
+        (lambda s, f, m: f.section(0, 5, 0), "kind must be a text, not int"),
+        (lambda s, f, m: f.section(0, "\ud800", 0), "kind has a lone surrogate"),
+        (lambda s, f, m: s.put(0, TOKENS, memory=m, blocks=[0, 2**31]), "blocks has the numbers"),
+        (lambda s, f, m: s.put(0, TOKENS, memory=5, blocks=[0, 1]), "be a BlockMemory, not int"),
+        (lambda s, f, m: s.put(0, TOKENS, {"key": _ARRAY}), "'key' names no section"),
+        (lambda s, f, m: s.put(0, TOKENS, {("key", 0, 1): _ARRAY}), "names no section"),
+        (lambda s, f, m: s.put(0, TOKENS, {(5, 0): _ARRAY}), "kind of a section must be a text"),
+        (
+            lambda s, f, m: s.put(0, TOKENS, {("key", 2): _ARRAY.astype(object)}),
+            "the array of key of 2 cannot be read where it is: DLPack only supports",
+        ),
+        (
+            lambda s, f, m: s.put(0, TOKENS, {("key", 2): _ARRAY.astype(">f2")}),
+            "the array of key of 2 cannot be read where it is: DLPack only supports native byte",
+        ),
+        (
+            lambda s, f, m: s.put(0, TOKENS, sections_of(0), recompute_seconds=float("nan")),
+            "recompute_seconds is nan; it must be finite and at least 0",
+        ),
+        (
+            lambda s, f, m: s.put(0, TOKENS, sections_of(0), recompute_seconds=float("inf")),
+            "recompute_seconds is inf",
+        ),
+        (
+            lambda s, f, m: s.fetch(TOKENS, compute_seconds_per_token=-1),
+            "compute_seconds_per_token is -1.0; it must be finite and at least 0",
+        ),
+        (lambda s, f, m: s._store.space([5]), "a passport is a mapping of fields, not list"),
+        (lambda s, f, m: s._store.space({**PASSPORT, "model": "\ud800"}), "a lone surrogate"),
+        (lambda s, f, m: s._store.known_prefix(None, [1]), "be a quire.Passport, .* not NoneType"),
+        (lambda s, f, m: s._store.clear("m"), "must be a quire.Passport, .* not str"),
+        (lambda s, f, m: s._store.prefetch({}, [1]), "must be a quire.Passport, .* not dict"),
+        (lambda s, f, m: s._store.set_quota(5), "must be a quire.Passport, .* not int"),
+        (lambda s, f, m: quire.chunk_keys(5, [1]), "must be a quire.Passport, .* not int"),
+        (lambda s, f, m: quire.ChunkStore(5), "directory must be a path, not int"),
+        (lambda s, f, m: quire.ChunkStore("/tmp/a\0b"), "directory is empty or has a NUL"),
+        (lambda s, f, m: quire.ChunkStore(redis=5), "redis must be a text, not int"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_named(
+    store: quire.ChunkStore, call: Callable[..., object], message: str
+) -> None:
+    space, memory = store.space(PASSPORT), Engine(planes=True).memory
+    put_all(space)
+    fetch = space.fetch(TOKENS)
+    assert fetch.wait(10.0)
+    before = len(store.list("ram"))
+    with pytest.raises((quire.BadArgumentError, TypeError), match=message):
+        call(space, fetch, memory)
+    assert len(store.list("ram")) == before
+
+
 def test_a_chunk_expires_and_a_full_queue_drops(tmp_path: Path) -> None:
     with quire.ChunkStore(tmp_path, queue_bytes=1) as store:
         with pytest.raises(quire.FullError):
@@ -379,3 +440,97 @@ def test_closed_objects_say_so(store: quire.ChunkStore) -> None:
     with pytest.raises(quire.ClosedError):
         space.put(0, TOKENS, sections_of(0))
     assert space.wanted(TOKENS) == [False] * 4
+
+
+# ---- Orders within blocks
+
+class OrderedEngine:
+    """Keys and values of two tokens in one block, whose elements lie in an order of its own; the
+    last element of a block is neither."""
+
+    def __init__(self, seed: int, blocks: int = 5) -> None:
+        random = np.random.default_rng(seed)
+        places = random.permutation(2 * 2 * 2 * 8) * 2
+        self.layers = [random.integers(0, 2**16, (blocks, 65), np.uint16) for _ in range(LAYERS)]
+        self.places = {"key": places[:32], "value": places[32:]}
+        orders = {kind: quire.BlockOrder(found, 2) for kind, found in self.places.items()}
+        names: list[Any] = [(kind, i) for i in range(LAYERS) for kind in ("key", "value")]
+        self.memory = quire.BlockMemory(
+            {name: self.layers[name[1]] for name in names},
+            {name: orders[name[0]] for name in names},
+        )
+
+    def rows(self, kind: str, layer: int, blocks: list[int]) -> np.ndarray:
+        return self.layers[layer][blocks][:, self.places[kind] // 2].reshape(-1, 2, 8)
+
+
+def test_engines_with_orders_of_their_own_share_chunks(store: quire.ChunkStore) -> None:
+    space = store.space(PASSPORT)
+    first, second = OrderedEngine(1), OrderedEngine(2)
+    space.put(0, TOKENS, memory=first.memory, blocks=[3, 0])
+    fetch = space.fetch(TOKENS)
+    assert fetch.wait(10.0)
+    before = [layer.copy() for layer in second.layers]
+    for layer in range(LAYERS):
+        fetch.scatter(layer, second.memory, [4, 1], count=1)
+        for kind in ("key", "value"):
+            rows = first.rows(kind, layer, [3, 0])
+            assert same_bits(fetch.section(0, kind, layer), rows)
+            assert same_bits(second.rows(kind, layer, [4, 1]), rows)
+        assert same_bits(second.layers[layer][[0, 2, 3]], before[layer][[0, 2, 3]])
+        assert np.array_equal(second.layers[layer][:, 64], before[layer][:, 64])
+
+
+@pytest.mark.parametrize(
+    ("offsets", "run_bytes", "message"),
+    [
+        ([0, 15], 2, "the run of 2 bytes at 15 is not within a block of 16"),
+        ([0, 1], 2, "runs of 2 bytes overlap at 0"),
+        ([-1], 2, "offset -1 of an order does not fit 32 bits"),
+        ([2**32], 2, "does not fit 32 bits"),
+        ([], 2, r"must be int64 \[n\], n at least 1"),
+        ([[0], [2]], 2, r"must be int64 \[n\], n at least 1"),
+        ([0], 0, "run_bytes is 0; it must be at least 1"),
+    ],
+)
+def test_orders_that_are_none_are_named(offsets: list[Any], run_bytes: int, message: str) -> None:
+    order = quire.BlockOrder(np.array(offsets, np.int64), run_bytes)
+    with pytest.raises(quire.BadArgumentError, match=message):
+        quire.BlockMemory({("key", 0): np.zeros((3, 16), np.uint8)}, {("key", 0): order})
+
+
+def test_an_order_takes_a_section_and_blocks_without_gaps() -> None:
+    order = quire.BlockOrder(np.arange(4), 1)
+    whole = np.zeros((3, 2, 4), np.uint8)
+    with pytest.raises(quire.BadArgumentError, match="no array for the order of"):
+        quire.BlockMemory({("key", 0): whole}, {("value", 0): order})
+    with pytest.raises(quire.BadArgumentError, match="a block of 2 rows takes no order"):
+        quire.BlockMemory({("key", 0): whole[:, :, :2]}, {("key", 0): order})
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_closed_store_has_no_threads(tmp_path: Path) -> None:
+    """Though a space and a fetch of it are there still."""
+    before = _threads()
+    store = quire.ChunkStore(tmp_path, ram_bytes=1 << 20)
+    space = store.space(PASSPORT)
+    put_all(space)
+    store.flush()
+    fetch = space.fetch(TOKENS)
+    assert fetch.wait(60.0) and fetch.ready == 4
+    section = fetch.section(0, "key", 0)
+    assert _threads() > before
+    store.close()
+    assert _threads() == before
+    assert same_bits(section, sections_of(0)["key", 0])
+    with pytest.raises(quire.ClosedError):
+        space.fetch(TOKENS)
+    with pytest.raises(quire.ClosedError):
+        space.put(0, TOKENS, sections_of(0))
+    fetch.close()
+    with quire.ChunkStore(tmp_path) as again:
+        fetch = again.space(PASSPORT).fetch(TOKENS)
+        assert fetch.wait(60.0) and fetch.ready == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import threading
 from typing import Any
 
@@ -13,6 +14,7 @@ import quire
 from quire import KVCache, LayerSpec, LocalChannel, ReceiveMap, _ffi
 
 LAYERS = [LayerSpec(4, 2, 16, dtype="float32"), LayerSpec(4, 2, 16, dtype="int8")]
+SEED = int(os.environ.get("QUIRE_SOAK_ROUND", "0"))
 
 
 def make_cache(page_size: int, layers: list[LayerSpec] = LAYERS) -> KVCache:
@@ -29,18 +31,24 @@ def make_cache(page_size: int, layers: list[LayerSpec] = LAYERS) -> KVCache:
     return cache
 
 
+def inputs(spec: LayerSpec, layer: int, start: int, count: int) -> np.ndarray:
+    """Queries, keys and values of tokens: a function of layer, position and tools/soak's round."""
+    width = (spec.num_qo_heads + 2 * spec.num_kv_heads) * spec.qk_head_dim
+    return np.stack(
+        [
+            np.random.default_rng((layer, p, SEED)).standard_normal(width, dtype=np.float32)
+            for p in range(start, start + count)
+        ]
+    )
+
+
 def extend(cache: KVCache, start: int, count: int) -> list[np.ndarray]:
-    """A forward of tokens whose inputs are a function of position and layer."""
+    """A forward of tokens with their inputs; the output of each layer."""
     outputs = []
     with cache.forward([0], [count]):
         for layer, spec in enumerate(cache.layers):
-            width = (spec.num_qo_heads + 2 * spec.num_kv_heads) * spec.qk_head_dim
-            rows = [
-                np.random.default_rng((layer, p)).standard_normal(width, dtype=np.float32)
-                for p in range(start, start + count)
-            ]
             out = np.zeros((count, spec.num_qo_heads, spec.qk_head_dim), np.float32)
-            cache.attention_with_fused_qkv(layer, np.stack(rows), out)
+            cache.attention_with_fused_qkv(layer, inputs(spec, layer, start, count), out)
             outputs.append(out)
     return outputs
 

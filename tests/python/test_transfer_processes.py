@@ -6,11 +6,14 @@ what it reads, one line a command.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 import quire
-from program import Certificates
-from quire import KVCache, LayerSpec, TransferListener, TransferPeer
+from program import Certificates, use_ucx
+from quire import KVCache, LayerSpec, TransferListener, TransferPeer, _ffi
 from test_transfer import LAYERS, extend, make_cache
 
 SECONDS = 60.0  # for what must come; nothing waits so long
@@ -71,8 +74,13 @@ def start() -> Iterator[Callable[..., OtherProcess]]:
         process.close()
 
 
-@pytest.fixture(params=["tcp", "unix"])
-def bind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture(params=["tcp", "unix", "ucx"])
+def bind(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    if request.param == "ucx":
+        use_ucx(monkeypatch)
+        return "ucx:127.0.0.1:0"
     return "127.0.0.1:0" if request.param == "tcp" else f"unix:{tmp_path}/transfer.sock"
 
 
@@ -421,11 +429,27 @@ def test_secrets_addresses_and_options_are_checked() -> None:
         listener.accept(0)
 
 
+def test_without_the_library_of_ucx_its_addresses_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "libquire_ffi.so").symlink_to(_ffi.LIBRARY_PATH.resolve())
+    code = (
+        "import quire\n"
+        "layers = [quire.LayerSpec(1, 1, 16)]\n"
+        "cache = quire.KVCache(layers, max_num_sequences=1, token_capacity=16)\n"
+        "quire.TransferListener('ucx:127.0.0.1:0', cache)\n"
+    )
+    environment = {**os.environ, "QUIRE_FFI_LIBRARY": str(tmp_path / "libquire_ffi.so")}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    last = result.stderr.splitlines()[-1]
+    assert "BadArgumentError: " in last and "libucx-dev" in last, result.stderr
+
+
 def test_strangers_and_garbage_hold_up_nobody(bind: str, tmp_path: Path) -> None:
     cache, other = make_cache(16), make_cache(16)
     with TransferListener(bind, cache, model="test", secret="a secret") as listener:
         family = socket.AF_UNIX if bind.startswith("unix:") else socket.AF_INET
-        address: Any = listener.endpoint.removeprefix("unix:")
+        address: Any = listener.endpoint.removeprefix("unix:").removeprefix("ucx:")
         if family == socket.AF_INET:
             address = ("127.0.0.1", int(address.rpartition(":")[2]))
         strangers = [socket.socket(family) for _ in range(3)]
@@ -510,6 +534,72 @@ def decode_process(endpoint: str, page_size: str) -> None:
         cache.wait_received(receive.epoch, len(PROMPT) + 1, timeout=SECONDS)
         cache.disagg_commit_recv(receive.epoch, len(PROMPT) + 1)
         say("received")
+
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_files_that_a_peer_passes_are_closed(tmp_path: Path) -> None:
+    """A message has room for a second one, which once stayed open."""
+    with TransferListener(f"unix:{tmp_path}/peers", make_cache(16)) as listener:
+        before = _open_files()
+        for count in (1, 2, 2, 2):
+            with socket.socket(socket.AF_UNIX) as peer, open(os.devnull) as file:
+                peer.connect(f"{tmp_path}/peers")
+                socket.send_fds(peer, [b"\1"], [file.fileno()] * count)
+                with contextlib.suppress(ConnectionResetError):
+                    while peer.recv(4096):
+                        pass
+        end = time.monotonic() + 10
+        while _open_files() > before and time.monotonic() < end:
+            pass
+        assert (listener.refused, _open_files()) == (4, before)
+
+
+_WITHOUT_FILES = """
+import os, resource, socket, sys, time
+import quire
+from quire.remote_buffers import LookupBufferServer
+from test_transfer import make_cache
+servers = {
+    "transfer": lambda: quire.TransferListener("127.0.0.1:0", make_cache(16)),
+    "buffers": lambda: LookupBufferServer(1 << 16),
+}
+with servers[sys.argv[1]]() as server:
+    port = int(server.endpoint.rpartition(":")[2])
+    peer = socket.socket()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    files = []
+    try:
+        while True:
+            files.append(open(os.devnull))
+    except OSError:
+        pass
+    peer.connect(("127.0.0.1", port))
+    begin = time.process_time()
+    peer.settimeout(1)
+    try:
+        peer.recv(1)
+    except TimeoutError:  # nobody has accepted it
+        print(time.process_time() - begin)
+"""
+
+
+@pytest.mark.parametrize("server", ["transfer", "buffers"])
+def test_a_server_without_files_left_waits(server: str) -> None:
+    """It once asked again and again whether it can accept, on a whole core."""
+    ended = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_FILES, server],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) < 0.05
 
 
 if __name__ == "__main__":

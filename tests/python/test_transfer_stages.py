@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import quire
 from quire import KVCache, TransferListener, TransferPeer
-from test_transfer import LAYERS, extend, make_cache
+from test_transfer import LAYERS, extend, inputs, make_cache
 
 SECONDS = 60.0  # for what must come; nothing waits so long
 PROMPT, FIRST = 40, 25  # tokens, and those of the first forward
@@ -105,8 +105,9 @@ class Forwards:
             self.cache.begin_forward([0], [arguments[1]])
         elif call == "layer":
             layer, (start, count) = arguments[0], self._begun
-            out = np.zeros((count, LAYERS[layer].num_qo_heads, 16), np.float32)
-            self.cache.attention_with_fused_qkv(layer, inputs(layer, start, count), out)
+            spec = LAYERS[layer]
+            out = np.zeros((count, spec.num_qo_heads, spec.qk_head_dim), np.float32)
+            self.cache.attention_with_fused_qkv(layer, inputs(spec, layer, start, count), out)
             self.outputs[layer].append(out)
         else:
             self.cache.end_forward()
@@ -151,7 +152,10 @@ def run_to(stage: str, sender: Program, cache: KVCache, peer: TransferPeer) -> i
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_lost_sender_costs_no_bit_and_no_page(fault: str, lasting: Program) -> None:
+def test_a_lost_sender_costs_no_bit_and_no_page(
+    fault: str, lasting: Program, record_property: Callable[[str, Any], None]
+) -> None:
+    record_property("losses", len(STAGES))
     for stage in STAGES:
         sender = Program("sender") if fault == "killed" else lasting
         proxy = Program("proxy", sender.endpoint)
@@ -225,7 +229,10 @@ def check_receiver(stage: str, cache: KVCache, peer: TransferPeer, epoch: int) -
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_lost_receiver_costs_no_forward_and_no_page(fault: str) -> None:
+def test_a_lost_receiver_costs_no_forward_and_no_page(
+    fault: str, record_property: Callable[[str, Any], None]
+) -> None:
+    record_property("losses", len(STAGES))
     receiver = Program("receiver")
     for stage in STAGES:
         cache = make_cache(16)
@@ -325,17 +332,6 @@ def check_next_receiver(cache: KVCache, listener: TransferListener) -> None:
 
 
 # ------------------------------------------------------------------------------ the other process
-
-
-def inputs(layer: int, start: int, count: int) -> np.ndarray:
-    """As of test_transfer.extend."""
-    width = (LAYERS[layer].num_qo_heads + 2 * LAYERS[layer].num_kv_heads) * LAYERS[0].qk_head_dim
-    return np.stack(
-        [
-            np.random.default_rng((layer, p)).standard_normal(width, dtype=np.float32)
-            for p in range(start, start + count)
-        ]
-    )
 
 
 def say(answer: Any) -> None:

@@ -64,6 +64,7 @@ def test_it_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == modules
     built = {"quire/py.typed", "quire/libquire_ffi.so", "quire/libquire_tvm.so"}
     assert built <= names
+    built.add("quire/libquire_ucx.so")  # where UCX's headers are
     page = {f"quire/serve/page/{name}" for name in ("index.html", "page.css", "page.js")}
     assert page <= names
     data = {"quire/blend/verdicts.json"}

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import quire
+import quire.snapshot
 from tiny_model import TinyModel
+
+_PASSPORT = quire.Passport("0" * 64, "m", "r", "", "", "", chunk_tokens=16)
 
 
 @pytest.fixture
@@ -81,6 +84,50 @@ def test_an_option_of_the_wrong_type_is_named(value: Any, kind: str) -> None:
 def test_stop_of_another_kind(engine: quire.Engine, stop: Any) -> None:
     with pytest.raises(TypeError, match="stop is a text"):
         engine.generate([5], max_tokens=1, stop=stop)
+
+
+@pytest.mark.parametrize("salt", [5, None, [1], 1.5], ids=repr)
+def test_a_salt_of_another_kind(tmp_path: Path, salt: Any) -> None:
+    """bytes(5) is five zeros, which once was the salt."""
+    state = quire.RNNState([quire.StateSpec((1,))], max_num_sequences=2)
+    state.add_sequence(0)
+    identity = {"model": "m", "revision": "r"}
+    with quire.ChunkStore(ram_bytes=1 << 20) as store:
+        for call in (
+            lambda: quire.chunk_keys(_PASSPORT, [1], cache_salt=salt),
+            lambda: store.prefetch(_PASSPORT, [1], cache_salt=salt),
+            lambda: state.export_chunk(0, [1], identity=identity, salt=salt),
+            lambda: quire.snapshot.save_sequence(
+                state, 0, [], tmp_path / "s", identity=identity, sampler=salt
+            ),
+        ):
+            with pytest.raises(TypeError, match="must be a text or bytes, not"):
+                call()
+
+
+@pytest.mark.parametrize("tokens", [[1.5], ["1"], np.array([0.5])], ids=repr)
+def test_tokens_that_are_no_integers(tmp_path: Path, tokens: Any) -> None:
+    """1.5 once was token 1."""
+    state = quire.RNNState([quire.StateSpec((1,))], max_num_sequences=2)
+    state.add_sequence(0)
+    identity = {"model": "m", "revision": "r"}
+    for call in (
+        lambda: state.export_chunk(0, tokens, identity=identity),
+        lambda: state.import_chunks(1, tokens, [], identity=identity),
+        lambda: quire.snapshot.save_sequence(state, 0, tokens, tmp_path / "s", identity=identity),
+    ):
+        with pytest.raises(TypeError, match="tokens must be integers"):
+            call()
+
+
+@pytest.mark.parametrize("tier", [None, 1, b"ram", ["ram"]], ids=repr)
+def test_a_tier_that_is_no_text_is_named(tier: Any) -> None:
+    with quire.ChunkStore(ram_bytes=1 << 20) as store:
+        for call in (store.list, store.verify, store.gc, lambda tier: store.get(tier, "0" * 64)):
+            with pytest.raises(quire.BadArgumentError, match="tier must be a text, not "):
+                call(tier)
+        with pytest.raises(quire.BadArgumentError, match="key must be a text, not int"):
+            store.get("ram", 1)  # type: ignore[arg-type]
 
 
 def test_an_empty_name_is_not_the_current_folder(

@@ -135,6 +135,11 @@ class BlendExecutor:
             count = fresh_q.shape[token_dim]
             everything = beside(fresh_q, np.arange(count, dtype=np.int64))
             return BlendOutput(fresh_q, fresh_k, fresh_v, positions, everything, None)
+        if (retrieved_k is None) != (retrieved_v is None):
+            name = "retrieved_k" if retrieved_k is None else "retrieved_v"
+            raise errors.BadArgumentError(
+                f"blend: {name} of layer {layer} is None, and the other one is not"
+            )
         cached = (retrieved_k, retrieved_v)
         old = as_numpy(original_positions, np.int64, "original_positions")
         if layer == checks[0]:
@@ -194,7 +199,8 @@ class BlendExecutor:
         query_start_loc: Any,
         token_dim: int,
     ) -> BlendOutput:
-        """A later layer: fresh rows are the selected ones."""
+        """A later layer: fresh rows are the selected ones. Those that a check layer drops take
+        cached KV at once; an engine keeps their fresh KV of this layer (docs/blend.md)."""
         rows, starts = going.rows, None
         if q.shape[token_dim] != len(rows):
             raise errors.BadArgumentError(
@@ -202,6 +208,11 @@ class BlendExecutor:
                 "selected"
             )
         if cached[0] is None:  # nothing was found, so every row is fresh
+            if bool((going.kinds != INVALID).any()):
+                raise errors.BadArgumentError(
+                    f"blend: retrieved_k of layer {layer} is None, but valid_mask had rows at "
+                    f"layer {self._options['check_layers'][0]}"
+                )
             return BlendOutput(q, k, v, positions, beside(q, rows), None)
         blended = self._moved_keys(going, layer, cached[0], old, token_dim)
         checks: list[int] = self._options["check_layers"]

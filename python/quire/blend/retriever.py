@@ -6,15 +6,18 @@ import dataclasses
 import heapq
 import itertools
 import operator
+import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
-from quire import _ffi, errors
+from quire import _ffi, _numbers, errors
 from quire._arrays import empty_beside
 from quire.blend.rows import as_numpy
 
@@ -72,8 +75,10 @@ class _Segment:
     positions: np.ndarray | None = None
     is_over: bool = False  # a miss, late, or failed before a selection: its rows are invalid
     layers: set[int] = dataclasses.field(default_factory=set)  # that are there
-    # Layers that failed when the segment's rows could no longer become invalid.
-    failures: dict[int, Exception] = dataclasses.field(default_factory=dict)
+    # Layers that failed when the segment's rows could no longer become invalid: why, and where.
+    failures: dict[int, tuple[Exception, TracebackType | None]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def has(self, layer: int) -> bool:
         return self.is_over or layer in self.layers or layer in self.failures
@@ -123,10 +128,13 @@ class BlendRetrieverTask:
 
         Layers may be asked for in any order and again. IndexError outside of the model's layers;
         TimeoutError after ``timeout`` seconds, after which it may be called again; CancelledError;
-        after the selection also what kept the layer from being loaded.
+        after the selection also what kept the layer from being loaded; BadArgumentError for a
+        timeout that is negative or no number.
         """
         layer = self._checked(layer_id)
-        give_up = None if timeout is None else self._clock() + timeout
+        give_up = None
+        if timeout is not None:
+            give_up = self._clock() + _numbers.seconds_of(timeout, "timeout")
         with self._changed:
             while True:
                 self._strike_late()
@@ -163,7 +171,7 @@ class BlendRetrieverTask:
         moments = [] if give_up is None else [give_up]
         if self._deadline is not None and not self._settled:
             moments.append(self._deadline)
-        return None if not moments else max(0.0, min(moments) - now)
+        return None if not moments else min(max(0.0, min(moments) - now), threading.TIMEOUT_MAX)
 
     def _strike_late(self) -> None:
         if self._settled or self._deadline is None or self._clock() < self._deadline:
@@ -179,7 +187,8 @@ class BlendRetrieverTask:
             self._settled = True
         for segment in self._segments:
             if layer in segment.failures and not segment.is_over:
-                raise segment.failures[layer]
+                failure, place = segment.failures[layer]
+                raise failure.with_traceback(place)  # else it would grow with each time
         valid = np.zeros(self._row_count, np.uint8)
         positions = np.zeros(self._row_count, np.int64)
         for segment in self._segments:
@@ -224,25 +233,25 @@ class BlendRetrieverTask:
             return
         try:
             k, v = segment.found.load(layer)
+            # Rows of a segment that counts as late are the caller's: nobody writes to them.
             with self._changed:
-                if segment.is_over:
-                    return
-                into = self._arrays_of(layer, k, v)
-            count = operator.index(segment.found.token_count)
-            for array, part in zip(into, (k, v), strict=True):
-                rows = array[self._rows(segment.first_row, count)]
-                if rows.shape != part.shape or rows.dtype != part.dtype:
-                    raise errors.CorruptError(
-                        f"blend: layer {layer} has {part.dtype} {list(part.shape)}, not "
-                        f"{rows.dtype} {list(rows.shape)}"
-                    )
-                rows[:] = part
+                if not segment.is_over:
+                    self._put(segment, layer, k, v)
+                    self._changed.notify_all()
         except Exception as failure:
             self._failed(segment, layer, failure)
-            return
-        with self._changed:
-            segment.layers.add(layer)
-            self._changed.notify_all()
+
+    def _put(self, segment: _Segment, layer: int, k: Any, v: Any) -> None:
+        count = 0 if segment.positions is None else len(segment.positions)
+        for array, part in zip(self._arrays_of(layer, k, v), (k, v), strict=True):
+            rows = array[self._rows(segment.first_row, count)]
+            if rows.shape != part.shape or rows.dtype != part.dtype:
+                raise errors.CorruptError(
+                    f"blend: layer {layer} has {part.dtype} {list(part.shape)}, not "
+                    f"{rows.dtype} {list(rows.shape)}"
+                )
+            rows[:] = part
+        segment.layers.add(layer)
 
     def _is_over(self, segment: _Segment) -> bool:
         with self._changed:
@@ -251,7 +260,7 @@ class BlendRetrieverTask:
     def _failed(self, segment: _Segment, layer: int, failure: Exception) -> None:
         with self._changed:
             if self._settled and not segment.is_over:
-                segment.failures[layer] = failure
+                segment.failures[layer] = failure, failure.__traceback__
             else:
                 segment.is_over = True
             self._changed.notify_all()
@@ -269,11 +278,99 @@ class BlendRetrieverTask:
         return (slice(None),) * self._source.token_dim + (slice(first, first + count),)
 
 
+@dataclasses.dataclass(frozen=True, order=True)
+class _Job:
+    """Low layers first, of all segments; -1: to look for the segment."""
+
+    layer: int
+    number: int
+    task: weakref.ref[BlendRetrieverTask] = dataclasses.field(compare=False)
+    segment: _Segment = dataclasses.field(compare=False)
+    owner: BlendRetriever = dataclasses.field(compare=False)  # lives until the job has ended
+
+
+class _Jobs:
+    """What the threads of a retriever work on. They hold this alone: one that is dropped ends them
+    behind its last job."""
+
+    def __init__(self, threads: int) -> None:
+        self._lock = threading.Lock()
+        self._heap: list[_Job] = []
+        self._closed = False
+        # One for each job, and one for each thread at the end. Finalizers may put into it, whatever
+        # their thread holds.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.threads = [
+            threading.Thread(target=_work, args=(self,), name="quire-blend", daemon=True)
+            for _ in range(threads)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def add(self, jobs: Sequence[_Job]) -> bool:
+        """All of them, or none if it is closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            for job in jobs:
+                heapq.heappush(self._heap, job)
+        for _ in jobs:
+            self._wakes.put(None)
+        return True
+
+    def take(self) -> _Job | None:
+        """Waits for the next one; None: there will be none."""
+        self._wakes.get()
+        with self._lock:
+            return None if self._closed else heapq.heappop(self._heap)
+
+    def end(self) -> None:
+        """Ends the threads. Takes no lock: a finalizer may run where one is held."""
+        self._closed = True
+        for _ in self.threads:
+            self._wakes.put(None)
+
+    def close(self) -> list[_Job]:
+        """Ends the threads; returns the jobs that are left."""
+        with self._lock:
+            left, self._heap = self._heap, []
+            self.end()
+        return left
+
+
+def _work(jobs: _Jobs) -> None:
+    while _do_next(jobs):
+        pass
+
+
+def _do_next(jobs: _Jobs) -> bool:
+    """A function of its own: a thread that waits holds nothing of the last job."""
+    job = jobs.take()
+    if job is None:
+        return False
+    task = job.task()
+    if task is None:  # nobody asks for its layers any more
+        return True
+    if job.layer >= 0:
+        task._load(job.segment, job.layer)
+    elif task._find(job.segment):
+        layers = range(job.owner._source.layer_count)
+        jobs.add([job.owner._job(layer, task, job.segment) for layer in layers])
+    if jobs.closed:
+        task.cancel()
+    return True
+
+
 class BlendRetriever:
     """Fetches KV of segments from ``source`` on ``threads`` threads of its own.
 
     ``select_layer``: the layer at which the executor selects for the first time. ``clock``:
-    seconds, for deadlines. ``close`` ends the threads and all retrievals.
+    seconds, for deadlines. ``close`` ends the threads and all retrievals. One that is dropped ends
+    them, too, once the retrievals have ended whose tasks somebody holds.
     """
 
     def __init__(
@@ -292,16 +389,11 @@ class BlendRetriever:
         self._source = source
         self._select_layer = select_layer
         self._clock = clock
-        self._jobs: list[tuple[int, int, BlendRetrieverTask, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._waiting = threading.Condition()
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name="quire-blend", daemon=True)
-            for _ in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._numbers = itertools.count()
+        self._tasks: weakref.WeakSet[BlendRetrieverTask] = weakref.WeakSet()
+        self._jobs = _Jobs(threads)
+        self._dropped = weakref.finalize(self, self._jobs.end)
+        self._dropped.atexit = False
         _ffi.close_at_exit(self)
 
     def new_request(
@@ -316,8 +408,10 @@ class BlendRetriever:
         ``full_prompts``: the token ids of each request, all of them. ``indices``: for each prompt
         the points that cut it into segments, ascending. ``deadline``: seconds from now, after
         which the segments whose layers up to the selection are not there count as not found.
-        BadArgumentError for cuts that are not as described, ClosedError.
+        BadArgumentError for cuts or a deadline that are not as described, ClosedError.
         """
+        if deadline is not None:
+            deadline = self._clock() + _numbers.seconds_of(deadline, "deadline")
         if len(full_prompts) != len(indices):
             raise errors.BadArgumentError(
                 f"blend: {len(full_prompts)} prompts, but cuts of {len(indices)}"
@@ -328,29 +422,33 @@ class BlendRetriever:
             row_count,
             self._source,
             self._select_layer,
-            None if deadline is None else self._clock() + deadline,
+            deadline,
             self._clock,
             full_prompts[0] if len(full_prompts) > 0 else np.empty(0),
         )
-        with self._waiting:
-            if self._closed:
-                raise _ffi.closed_error("BlendRetriever")
-            for segment in segments:
-                self._add(-1, task, self._finding(task, segment))
-            self._waiting.notify_all()
+        self._tasks.add(task)
+        if not self._jobs.add([self._job(-1, task, segment) for segment in segments]):
+            raise _ffi.closed_error("BlendRetriever")
         return task
 
     def close(self) -> None:
         """Cancels all retrievals and ends the threads; closing twice is allowed."""
-        with self._waiting:
-            self._closed = True
-            for _, _, task, _ in self._jobs:
+        for job in self._jobs.close():
+            task = job.task()
+            if task is not None:
                 task.cancel()
-            self._jobs.clear()
-            self._waiting.notify_all()
-        for thread in self._threads:
+        for thread in self._jobs.threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _abandon_after_fork(self) -> None:
+        """In the child of a fork, which has none of the threads: counts as closed, and what was to
+        be retrieved as cancelled. One of them may have held a lock."""
+        self._dropped.detach()
+        self._jobs = _Jobs(0)
+        self._jobs.end()
+        for task in self._tasks:
+            task._changed, task._cancelled = threading.Condition(), True
 
     def __enter__(self) -> BlendRetriever:
         return self
@@ -358,38 +456,8 @@ class BlendRetriever:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _add(self, layer: int, task: BlendRetrieverTask, job: Callable[[], None]) -> None:
-        """Low layers first, of all segments."""
-        heapq.heappush(self._jobs, (layer, next(self._order), task, job))
-
-    def _finding(self, task: BlendRetrieverTask, segment: _Segment) -> Callable[[], None]:
-        def find() -> None:
-            if not task._find(segment):
-                return
-            with self._waiting:
-                if self._closed:
-                    task.cancel()
-                for layer in range(self._source.layer_count):
-                    self._add(layer, task, self._loading(task, segment, layer))
-                self._waiting.notify_all()
-
-        return find
-
-    @staticmethod
-    def _loading(task: BlendRetrieverTask, segment: _Segment, layer: int) -> Callable[[], None]:
-        return lambda: task._load(segment, layer)
-
-    def _work(self) -> None:
-        while True:
-            with self._waiting:
-                while not self._jobs and not self._closed:
-                    self._waiting.wait()
-                if self._closed:
-                    return
-                _, _, task, job = heapq.heappop(self._jobs)
-            job()
-            if self._closed:
-                task.cancel()
+    def _job(self, layer: int, task: BlendRetrieverTask, segment: _Segment) -> _Job:
+        return _Job(layer, next(self._numbers), weakref.ref(task), segment, self)
 
 
 def _cut(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,9 +17,13 @@ from quire.blend.rows import as_numpy
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
+    number: int  # of this memory, from 1 on
     first_position: int
     layers: tuple[tuple[Any, Any], ...]  # k and v of each layer
-    bytes: int
+    bytes: int  # with its token ids
+
+
+_Key = tuple[int, bytes]  # the number of the chunk before it, or 0, and the bytes of its token ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +71,13 @@ class SegmentMemory:
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._lock = threading.Lock()
-        # By the bytes of all tokens from the segment's first one to the chunk's last one.
-        self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()
+        # A chunk was used later than those behind it, so it is not evicted before them.
+        self._chunks: OrderedDict[_Key, _Chunk] = OrderedDict()
+        self._numbers = itertools.count(1)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the KV that is kept."""
+        """Bytes of the KV and of the token ids that are kept."""
         return self._used_bytes
 
     def store(
@@ -94,30 +100,41 @@ class SegmentMemory:
                     raise errors.BadArgumentError(
                         f"SegmentMemory: {len(ids)} tokens, but KV of shape {list(array.shape)}"
                     )
-        new = [self._chunk(layers, begin, end, first_position) for begin, end in self._cuts(ids)]
-        if any(chunk.bytes > self._capacity_bytes for chunk in new):
+        new = [
+            self._chunk(ids, layers, begin, end, first_position) for begin, end in self._cuts(ids)
+        ]
+        if any(chunk.bytes > self._capacity_bytes for _, chunk in new):
             raise errors.TooLargeError(
-                f"SegmentMemory: a chunk of {max(chunk.bytes for chunk in new)} bytes is larger "
+                f"SegmentMemory: a chunk of {max(chunk.bytes for _, chunk in new)} bytes is larger "
                 f"than capacity_bytes={self._capacity_bytes}"
             )
         with self._lock:
-            for (_, end), chunk in zip(self._cuts(ids), new, strict=True):
-                self._put(ids[:end].tobytes(), chunk)
+            keys: list[_Key] = []
+            before = 0
+            for tokens_of_chunk, chunk in new:
+                keys.append((before, tokens_of_chunk))
+                before = self._put(keys[-1], chunk)
+            self._use(keys)
+            while self._used_bytes > self._capacity_bytes:
+                _, evicted = self._chunks.popitem(last=False)
+                self._used_bytes -= evicted.bytes
 
     def find(self, tokens: Any) -> _FoundInMemory:
         """The stored leading chunks of a segment."""
         ids = as_numpy(tokens, np.int64, "tokens")
         chunks: list[_Chunk] = []
+        keys: list[_Key] = []
         positions = []
         with self._lock:
             for begin, end in self._cuts(ids):
-                key = ids[:end].tobytes()
+                key = chunks[-1].number if chunks else 0, ids[begin:end].tobytes()
                 chunk = self._chunks.get(key)
                 if chunk is None:
                     break
-                self._chunks.move_to_end(key)
+                keys.append(key)
                 chunks.append(chunk)
                 positions.append(np.arange(end - begin, dtype=np.int64) + chunk.first_position)
+            self._use(keys)
         joined = np.concatenate(positions) if positions else np.empty(0, np.int64)
         return _FoundInMemory(len(joined), joined, tuple(chunks), self.token_dim)
 
@@ -126,20 +143,32 @@ class SegmentMemory:
         return [(begin, min(begin + size, len(ids))) for begin in range(0, len(ids), size)]
 
     def _chunk(
-        self, layers: Sequence[tuple[Any, Any]], begin: int, end: int, first_position: int
-    ) -> _Chunk:
+        self,
+        ids: np.ndarray,
+        layers: Sequence[tuple[Any, Any]],
+        begin: int,
+        end: int,
+        first_position: int,
+    ) -> tuple[bytes, _Chunk]:
         part = (slice(None),) * self.token_dim + (slice(begin, end),)
         copied = tuple((_copied(k[part]), _copied(v[part])) for k, v in layers)
-        size = sum(int(array.nbytes) for pair in copied for array in pair)
-        return _Chunk(first_position + begin, copied, size)
+        tokens = ids[begin:end].tobytes()
+        size = len(tokens) + sum(int(array.nbytes) for pair in copied for array in pair)
+        return tokens, _Chunk(next(self._numbers), first_position + begin, copied, size)
 
-    def _put(self, key: bytes, chunk: _Chunk) -> None:
-        replaced = self._chunks.pop(key, None)
-        self._used_bytes += chunk.bytes - (replaced.bytes if replaced else 0)
+    def _put(self, key: _Key, chunk: _Chunk) -> int:
+        """Its number: that of the chunk which it replaces, so that those behind it are found."""
+        replaced = self._chunks.get(key)
+        if replaced is not None:
+            self._used_bytes -= replaced.bytes
+            chunk = dataclasses.replace(chunk, number=replaced.number)
+        self._used_bytes += chunk.bytes
         self._chunks[key] = chunk
-        while self._used_bytes > self._capacity_bytes:
-            _, evicted = self._chunks.popitem(last=False)
-            self._used_bytes -= evicted.bytes
+        return chunk.number
+
+    def _use(self, keys: list[_Key]) -> None:
+        for key in reversed(keys):
+            self._chunks.move_to_end(key)
 
 
 def _copied(array: Any) -> Any:

@@ -11,7 +11,7 @@ from quire import errors
 from quire.cli.terminal import PromptProgress, is_terminal, note, printable, told_line
 
 if TYPE_CHECKING:
-    from quire.engine import Engine, Result, Sample, Usage
+    from quire.engine import BlendUsage, Engine, Result, Sample, Usage
 
 
 @dataclasses.dataclass
@@ -210,8 +210,7 @@ def print_total_sources(engine: Engine) -> None:
     if engine.store is None:
         return
     stats = engine.stats()
-    tiers = {name: stats[f"loaded_{name}_tokens"] for name in ("ram", "disk", "redis")}
-    found = ", ".join(f"{count} {name}" for name, count in tiers.items() if count > 0)
+    found = _counts({name: stats[f"loaded_{name}_tokens"] for name in ("ram", "disk", "redis")})
     note(
         f"({stats['cached_tokens']} of {stats['prompt_tokens']} prompt tokens not computed; "
         f"from the store: {found or 'none'})"
@@ -240,21 +239,38 @@ def print_lost(engine: Engine) -> None:
 
 
 def sources(usage: Usage) -> str:
-    """ "300 of 310 prompt tokens not computed: 44 memory, 256 disk in 0.01 s; then: not stored"."""
-    found = {
-        "memory": usage.memory_tokens,
-        "ram": usage.ram_tokens,
-        "disk": usage.disk_tokens,
-        "redis": usage.redis_tokens,
-    }
-    text = f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens not computed"
-    if usage.cached_tokens > 0:
-        text += ": " + ", ".join(f"{count} {name}" for name, count in found.items() if count > 0)
+    """ "300 of 310 prompt tokens not computed: 44 memory, 256 disk in 0.01 s; then: not stored". A
+    blend's line also has what was moved, and where the documents came from."""
+    moved = 0 if usage.blend is None else usage.blend.moved_tokens - usage.blend.recomputed_tokens
+    reused = usage.cached_tokens + moved
+    text = f"{reused} of {usage.prompt_tokens} prompt tokens not computed"
+    found = {"memory": usage.memory_tokens, **_by_tier(usage), "moved": moved}
+    if reused > 0:
+        text += ": " + _counts(found)
     if usage.load_seconds > 0:
         text += f" in {usage.load_seconds:.3f} s"
     if usage.miss is not None:
         text += f"; {'then' if usage.cached_tokens else 'the store'}: {usage.miss}"
+    if usage.blend is not None:
+        text += _of_documents(usage.blend)
     return text
+
+
+def _of_documents(blend: BlendUsage) -> str:
+    """ "; documents from the store: 512 disk; then: corrupt"."""
+    counts = _counts(_by_tier(blend))
+    if not counts and blend.miss is None:
+        return ""
+    text = f"; documents from the store: {counts or 'none'}"
+    return text if blend.miss is None else f"{text}; then: {blend.miss}"
+
+
+def _by_tier(usage: Usage | BlendUsage) -> dict[str, int]:
+    return {"ram": usage.ram_tokens, "disk": usage.disk_tokens, "redis": usage.redis_tokens}
+
+
+def _counts(found: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in found.items() if count > 0)
 
 
 def result_object(result: Result) -> dict[str, Any]:

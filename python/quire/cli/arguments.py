@@ -123,6 +123,8 @@ _MEMBERS = re.compile(
 )
 # Names of the library for which the program has another one.
 _NAMES = {"branches": "draft_branches", "prefill_chunk_size": "prefill_chunk"}
+# "Struct::member (name of an engine in Python)".
+_TWO_NAMES = re.compile(r"\w+::\w+ \((\w+) of an engine in Python\)")
 # Names that only the library has.
 _NOT_TYPED = {name for name, _ in _ENTRIES}.difference(SAMPLING, ENGINE)
 
@@ -142,7 +144,8 @@ def _renamed(message: str, typed: Callable[[str], str]) -> str:
         name = match[1] or match[2] or f"peer_{match[3]}"
         return typed(_NAMES.get(name, name))
 
-    return _MEMBERS.sub(replaced, re.sub(r"^(Engine::\w+|\w+Options): ", "", message))
+    message = re.sub(r"^(Engine::\w+|\w+Options): ", "", message)
+    return _MEMBERS.sub(replaced, _TWO_NAMES.sub(r"\1", message))
 
 
 def message_and_usage(error: errors.QuireError, options: argparse.Namespace) -> tuple[str, bool]:
@@ -255,17 +258,26 @@ def add_peers(command: argparse.ArgumentParser) -> None:
 def check_reach(
     command: str, option: str, address: str | None, options: argparse.Namespace
 ) -> None:
-    """UsageError for an address of other machines without a secret or TLS."""
+    """UsageError for an address of other machines without a secret or TLS, and for TLS over UCX."""
     from quire.serve.addresses import is_loopback
 
-    is_guarded = options.peer_secret_file is not None or options.peer_tls_cert_file is not None
-    if address is None or address.startswith("unix:") or is_guarded:
+    if address is None or address.startswith("unix:"):
         return
-    if not is_loopback(address.rpartition(":")[0].strip("[]")):
+    is_ucx = address.startswith("ucx:")
+    has_tls = options.peer_tls_cert_file is not None
+    if is_ucx and has_tls:
+        raise UsageError(
+            f"{command}: {option} {address}: there is no TLS over UCX; give --peer-secret-file "
+            f"FILE without --peer-tls-cert-file, or {option} {address.removeprefix('ucx:')}"
+        )
+    if options.peer_secret_file is not None or has_tls:
+        return
+    if not is_loopback(address.removeprefix("ucx:").rpartition(":")[0].strip("[]")):
+        tls = "TLS with --peer-tls-ca-file, --peer-tls-cert-file and --peer-tls-key-file"
         raise UsageError(
             f"{command}: {option} {address} is reached from other machines: give "
-            "--peer-secret-file FILE, the same content on both sides, or TLS with "
-            "--peer-tls-ca-file, --peer-tls-cert-file and --peer-tls-key-file"
+            "--peer-secret-file FILE, the same content on both sides"
+            + ("" if is_ucx else f", or {tls}")
         )
 
 

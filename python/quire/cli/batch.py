@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 _TREE_NODES = 64  # as an engine has that guesses for all requests (kTreeNodesDefault)
+# Room for blended prompts: enough for several documents, and little beside what a forward takes.
+BLEND_PIECE = 2048
 
 
 def run(
@@ -34,6 +36,8 @@ def run(
     if any(line.sampling.get("speculate") in ("ngram", "model") for line in file.lines):
         # Room for guesses, which an engine has by itself only if it makes them for all requests.
         engine_arguments["max_tree_nodes"] = _TREE_NODES
+    if any(line.sampling.get("blend") is not None for line in file.lines):
+        engine_arguments.setdefault("blend_piece", BLEND_PIECE)
     if options.dry_run:
         plan = memory.plan_memory(folder, engine_arguments)
         tokenizer = models.read_tokenizer(folder)

@@ -59,6 +59,8 @@ _MORE: tuple[dict[str, Any], ...] = (
 # What a request gets that says nothing: the verdict is about it.
 _DEFAULT = {"ratio": 0.15}
 _QUESTIONS_OF_VERDICT = 20
+# Options that only `eval` has, and what they are if they are not given.
+_OF_EVAL: dict[str, Any] = {"text": None, "questions": _QUESTIONS_OF_VERDICT, "seed": 1}
 # Last: it leaves exact KV of the whole prompt, which the others would find and move nothing.
 _WHOLE = {"ratio": 1.0}
 _TOP = 256
@@ -85,12 +87,14 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--questions",
         type=ranges.Integer(1, 10_000),
-        default=20,
         metavar="N",
         help="eval: number of questions (default: 20)",
     )
     command.add_argument(
-        "--seed", type=ranges.Integer(0, 2**63), default=1, metavar="N", help="eval: of the texts"
+        "--seed",
+        type=ranges.Integer(0, 2**63),
+        metavar="N",
+        help="eval: of the texts (default: 1)",
     )
     command.add_argument("--json", action="store_true", help="print one object")
     arguments.add_engine(command)
@@ -102,10 +106,16 @@ def parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     action, *words = options.words
     if action == "add":
+        for name in _OF_EVAL:
+            if getattr(options, name) is not None:
+                raise UsageError(f"blend: add: {arguments.option_name(name)} has no effect")
         return _add(options, words)
     if action == "eval":
-        if len(words) > 1:
+        if len(words) + (options.model is not None) > 1:
             raise UsageError("blend: eval takes one MODEL")
+        for name, default in _OF_EVAL.items():
+            if getattr(options, name) is None:
+                setattr(options, name, default)
         return _eval(options, words[0] if words else options.model)
     raise UsageError(f"blend: there is no action {action!r}; actions are add and eval")
 
@@ -276,19 +286,26 @@ def _eval(options: argparse.Namespace, model: str | None) -> int:
             for question in questions:
                 _measure(engine, options.system, question, ways, sums)
             found += [each.quality(questions[0].kind, way) for each, way in zip(sums, ways)]
-        date = datetime.date.today().isoformat()
-        verdict = _verdict(found, date, options.questions)
+        verdict = _verdict(found, datetime.date.today().isoformat(), options.questions)
+        # First: where it cannot be kept, hours of measuring are not lost.
+        _print_quality(options, name, found, verdict)
         if options.questions >= _QUESTIONS_OF_VERDICT:
             engine.keep_blend_verdict(verdict)
+    return 0
+
+
+def _print_quality(
+    options: argparse.Namespace, name: str, found: list[BlendQuality], verdict: BlendVerdict
+) -> None:
     if options.json:
         rows = [dataclasses.asdict(item) for item in found]
-        head = {"model": name, "date": date, "questions": options.questions}
-        print(json.dumps({**head, "passes": verdict.passes, "rows": rows}))
-        return 0
-    print(f"{name}, {date}: {options.questions} questions of each kind, seed {options.seed}")
+        head = {"model": name, "date": verdict.date, "questions": verdict.questions}
+        print(json.dumps({**head, "passes": verdict.passes, "rows": rows}), flush=True)
+        return
+    asked = f"{verdict.questions} questions of each kind, seed {options.seed}"
+    print(f"{name}, {verdict.date}: {asked}")
     _print_rows(found)
     _print_verdict(verdict)
-    return 0
 
 
 def _verdict(found: list[BlendQuality], date: str, questions: int) -> BlendVerdict:

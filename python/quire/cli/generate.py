@@ -19,8 +19,6 @@ from quire.cli.prompt_file import PromptFile
 if TYPE_CHECKING:
     from quire.grammar import Grammar
 
-# Enough for several documents, and little beside what a forward takes.
-_BLEND_PIECE = 2048
 _GRAMMARS = ("json_schema", "regex", "choice", "grammar")
 
 
@@ -214,7 +212,7 @@ def _run(options: argparse.Namespace) -> int:
         sampling["grammar"] = grammar
     engine_options = arguments.given(options, arguments.ENGINE)
     if "blend" in documents:
-        engine_options.setdefault("blend_piece", _BLEND_PIECE)
+        engine_options.setdefault("blend_piece", batch.BLEND_PIECE)
     with models.open_engine(folder, engine_options) as engine:
         prompt = options.prompt_ids or models.text_prompt(
             models.tokenizer_of(engine), text or "", options.system, options.raw

@@ -41,8 +41,9 @@ def parser() -> argparse.ArgumentParser:
         "--listen",
         type=ranges.address,
         metavar="ADDR",
-        help="HOST:PORT to listen on, port 0 being any that is free, or unix:PATH for processes of "
-        "this machine; one that other machines reach needs --peer-secret-file or TLS",
+        help="HOST:PORT to listen on, port 0 being any that is free, ucx:HOST:PORT for UCX, or "
+        "unix:PATH for processes of this machine; one that other machines reach needs "
+        "--peer-secret-file or TLS",
     )
     address.add_argument(
         "--peers-max",
@@ -79,7 +80,10 @@ def _run(options: argparse.Namespace) -> int:
     with models.open_engine(folder, engine_options) as engine, _until_signal() as ending:
         models.note_digest(folder)
         more = arguments.given(options, ("peers_max",))
-        endpoint = engine.serve_prefill(options.listen, on_refused=_tell_refusal, **more)
+        from quire._prefill import OncePerCause  # loads the library, which --help does not need
+
+        tell = OncePerCause(_tell_refusal)
+        endpoint = engine.serve_prefill(options.listen, on_refused=tell, **more)
         name = os.path.basename(os.path.realpath(folder))
         print(f"quire: {name} computes prompts at {endpoint}", flush=True)
         _wait(engine, ending)

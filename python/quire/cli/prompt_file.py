@@ -3,7 +3,8 @@
 txt: a prompt per line; blank lines stand for nothing. jsonl: an object per line with exactly one of
 
     "prompt"      a text, put through the model's chat template unless "raw" is true
-    "messages"    a chat: [{"role": "user", "content": "..."}]
+    "messages"    a chat: [{"role": "user", "content": "..."}]; a content may be a list of parts,
+                  {"type": "text", "text": "..."} and {"type": "document", "text": "..."}
     "prompt_ids"  token ids
 
 and, as far as it differs from the command line, "system" and "raw" (beside "prompt"), any field of

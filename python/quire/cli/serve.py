@@ -111,8 +111,8 @@ def _add_prefill(command: argparse.ArgumentParser) -> None:
         "--prefill-listen",
         type=ranges.address,
         metavar="ADDR",
-        help="also compute prompts for --prefill-from of other processes, at HOST:PORT or "
-        "unix:PATH",
+        help="also compute prompts for --prefill-from of other processes, at HOST:PORT, "
+        "ucx:HOST:PORT or unix:PATH",
     )
 
 

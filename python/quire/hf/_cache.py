@@ -13,21 +13,20 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from quire import errors, snapshot
-from quire._arrays import dtype_name
+from quire._arrays import dtype_name, int_list
 from quire._new_folder import new_folder
+from quire._numbers import int64, real
 from quire.hf._attention import NewKeys, register
 from quire.hf._forward import Forward
-from quire.hf._kept import Prompts, keep_rows, space_of, take_rows
+from quire.hf._kept import Prompts, check_tensor, keep_rows, space_of, take_rows
 from quire.hf._layers import architecture_digest, layer_specs
+from quire.hf._note import FILE, VERSION, read_note
 from quire.hf._sequences import Rows, Sequences
 from quire.hf._weights import Weights
 from quire.kv_cache import KVCache
 from quire.store import ChunkStore
 
 __all__ = ["QuireCache"]
-
-_FILE = "{}.quire"
-_VERSION = 1
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -186,11 +185,11 @@ class QuireCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` is. Copies nothing."""
-        self._select("reorder_cache", [int(index) for index in beam_idx])
+        self._select("reorder_cache", int_list(beam_idx, "beam_idx"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows. Copies nothing."""
-        if repeats < 1:
+        if int64(repeats, "repeats") < 1:
             raise errors.BadArgumentError(
                 f"QuireCache.batch_repeat_interleave: repeats must be at least 1, not {repeats}"
             )
@@ -210,7 +209,7 @@ class QuireCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last ``-tokens_to_remove`` columns; 0 does nothing."""
-        count = -int(tokens_to_remove)
+        count = -int64(tokens_to_remove, "tokens_to_remove")
         if count < 0 or count > self._columns:
             raise errors.BadArgumentError(
                 f"QuireCache.crop: tokens_to_remove is {tokens_to_remove}; it must be 0, or the "
@@ -264,7 +263,7 @@ class QuireCache(Cache):
             input_ids = self._checked_ids("save", input_ids)
         distinct = sorted(dict.fromkeys(held), key=lambda sequence: not self._length(sequence))
         fields = {
-            "version": _VERSION,
+            "version": VERSION,
             "columns": self._columns,
             "rows": [distinct.index(sequence) for sequence in held],
             "lengths": [self._length(sequence) for sequence in distinct],
@@ -276,7 +275,7 @@ class QuireCache(Cache):
         with new_folder(Path(path)) as folder:
             for index, sequence in enumerate(distinct):
                 if ids := self._ids(held.index(sequence), input_ids):
-                    file = folder / _FILE.format(index)
+                    file = folder / FILE.format(index)
                     snapshot.save_sequence(
                         self.kv_cache, sequence, ids, file, identity=self._identity(), sampler=note
                     )
@@ -300,17 +299,21 @@ class QuireCache(Cache):
         """
         self._check_idle("load")
         folder = Path(path)
-        fields = _note(folder)
+        fields = read_note(folder)
         new: list[int] = []
         sequences = self._rows.sequences
         try:
             for index, length in enumerate(fields["lengths"]):
-                file = os.fspath(folder / _FILE.format(index))
+                file = os.fspath(folder / FILE.format(index))
                 new.append(
                     sequences.restore(file, self._identity(), any_numerics)
                     if length
                     else sequences.add()
                 )
+                if self._length(new[-1]) != length:
+                    raise errors.IncompatibleError(
+                        f"{file}: has {self._length(new[-1])} tokens; {length} were noted"
+                    )
         except BaseException:
             sequences.drop(new)
             raise
@@ -385,12 +388,12 @@ class QuireCache(Cache):
             OutOfPagesError: it does not fit; what was held is held.
         """
         self._check_idle("find")
-        shown = None if attention_mask is None else attention_mask.bool()
-        prompts = Prompts("find", input_ids, shown)
+        prompts = Prompts("find", input_ids, attention_mask)
         space = space_of(
             self.kv_cache, store, model, self._architecture, cache_salt, chunk_tokens
         )
-        columns, held = take_rows(self._rows.sequences, prompts, space, timeout)
+        seconds = real(timeout, "timeout")
+        columns, held = take_rows(self._rows.sequences, prompts, space, seconds)
         self._rows.set(held)
         self._weights.expect_model(model)
         if columns == 0:
@@ -587,6 +590,7 @@ class QuireCache(Cache):
 
     def _checked_ids(self, call: str, input_ids: torch.Tensor) -> torch.Tensor:
         """Those of the columns that are held."""
+        check_tensor(call, "input_ids", input_ids)
         shape, rows = tuple(input_ids.shape), len(self._rows.held)
         if len(shape) != 2 or shape[0] != rows or shape[1] < self._columns:
             raise errors.BadArgumentError(
@@ -606,20 +610,6 @@ class QuireCache(Cache):
             f"{self._forward.next_layer} of {len(self.layers)}; if that one was interrupted, "
             "abort_forward() returns to what was held before it"
         )
-
-
-def _note(folder: Path) -> dict[str, Any]:
-    """What save() noted beside the keys and values."""
-    file = folder / _FILE.format(0)
-    try:
-        fields = json.loads(snapshot.info(file).sampler)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise errors.IncompatibleError(f"{file}: was not written by QuireCache.save") from error
-    if not isinstance(fields, dict) or fields.get("version") != _VERSION:
-        raise errors.IncompatibleError(
-            f"{file}: was not written by QuireCache.save, or by another version of it"
-        )
-    return fields
 
 
 register()

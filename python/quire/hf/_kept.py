@@ -15,23 +15,35 @@ from quire.hf._layers import architecture_digest
 from quire.hf._sequences import Sequences
 from quire.hf._weights import model_digest
 
-__all__ = ["Prompts", "keep_rows", "space_of", "take_rows"]
+__all__ = ["Prompts", "check_tensor", "keep_rows", "space_of", "take_rows"]
+
+
+def check_tensor(call: str, name: str, value: object) -> None:
+    """TypeError for what is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"QuireCache.{call}: {name} must be a torch tensor, not {type(value).__name__}"
+        )
 
 
 class Prompts:
     """Token ids of a batch without its padding, which stands on the left.
 
-    input_ids: int64 [rows, columns]. shown: bool of the same shape; None = no padding.
+    input_ids: int64 [rows, columns]. mask: of the same shape, zeros for padding; None = none.
     """
 
-    def __init__(self, call: str, input_ids: torch.Tensor, shown: torch.Tensor | None) -> None:
+    def __init__(self, call: str, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        check_tensor(call, "input_ids", input_ids)
+        if mask is None:
+            mask = torch.ones(input_ids.shape)
+        check_tensor(call, "attention_mask", mask)
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise errors.BadArgumentError(
                 f"QuireCache.{call}: input_ids has shape {tuple(input_ids.shape)}, not "
                 "[rows, columns]"
             )
-        rows, self.columns = input_ids.shape
-        self.shown = torch.ones(rows, self.columns, dtype=torch.bool) if shown is None else shown
+        self.columns = input_ids.shape[1]
+        self.shown = mask.bool()
         if self.shown.shape != input_ids.shape:
             raise errors.BadArgumentError(
                 f"QuireCache.{call}: attention_mask has shape {tuple(self.shown.shape)}, input_ids "
@@ -42,8 +54,8 @@ class Prompts:
                 f"QuireCache.{call}: attention_mask hides columns after tokens; pad on the left"
             )
         self.ids = [
-            [int(token) for token in ids[mask]]
-            for ids, mask in zip(input_ids, self.shown, strict=True)
+            [int(token) for token in ids[shown]]
+            for ids, shown in zip(input_ids, self.shown, strict=True)
         ]
         self.padding = [self.columns - len(ids) for ids in self.ids]
 

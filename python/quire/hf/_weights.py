@@ -13,7 +13,7 @@ from quire import errors
 
 __all__ = ["Weights", "model_digest", "module_digest"]
 
-# Where the weights of a model lie, and their digest, which holds as long as none is written to.
+# What _stamp gives of the weights of a model, and their digest, which holds as long as that does.
 _models: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
 
@@ -21,8 +21,23 @@ def _digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     whole = hashlib.blake2b(digest_size=16)
     for name, weight in weights:
         whole.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        whole.update(weight.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        whole.update(_bytes(weight).numpy().data)
     return whole.hexdigest()
+
+
+def _bytes(weight: torch.Tensor) -> torch.Tensor:
+    return weight.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _stamp(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Changes when the weight does. torch does not count what is written through `.data`, as PEFT
+    does when it merges an adapter, so there is a sum of all bits, many times faster than a digest.
+    """
+    raw = _bytes(weight)
+    count = len(raw) // 8 * 8 if raw.storage_offset() % 8 == 0 else 0
+    sums = raw[:count].view(torch.int64).sum(), raw[count:].sum(dtype=torch.int64)
+    version = 0 if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, int(sums[0]) ^ int(sums[1])
 
 
 def module_digest(module: torch.nn.Module) -> str:
@@ -33,7 +48,7 @@ def module_digest(module: torch.nn.Module) -> str:
 def model_digest(model: torch.nn.Module) -> str:
     """A digest of all weights of a model; computed again when one of them has been written to."""
     weights = model.state_dict()
-    stamp = [(name, each.data_ptr(), each._version) for name, each in weights.items()]
+    stamp = [(name, *_stamp(each)) for name, each in weights.items()]
     known = _models.get(model)
     if known is None or known[0] != stamp:
         known = _models[model] = (stamp, _digest(weights.items()))

@@ -58,16 +58,16 @@ class LMCacheEngine:
         return self._memory
 
     def store(self, tokens: Any, kv_tensors_raw: Sequence[tuple[Any, Any]]) -> None:
-        """Stores the KV of a sequence that begins at position 0: k and v of each layer."""
-        if self._memory is None:
-            self._memory = SegmentMemory(
-                len(kv_tensors_raw),
-                chunk_tokens=self._chunk_size,
-                token_dim=_TOKEN_DIMS[self.fmt],
-                capacity_bytes=self._capacity_bytes,
-            )
-            self._layer_count = self._memory.layer_count
-        self._memory.store(tokens, kv_tensors_raw)
+        """Stores the KV of a sequence that begins at position 0: k and v of each layer. The first
+        one that is stored says how many layers there are; one that is refused says nothing."""
+        memory = self._memory or SegmentMemory(
+            len(kv_tensors_raw),
+            chunk_tokens=self._chunk_size,
+            token_dim=_TOKEN_DIMS[self.fmt],
+            capacity_bytes=self._capacity_bytes,
+        )
+        memory.store(tokens, kv_tensors_raw)
+        self._memory, self._layer_count = memory, memory.layer_count
 
     def close(self) -> None:
         """Forgets what was stored."""

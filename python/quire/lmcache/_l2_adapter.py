@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -11,26 +12,39 @@ from typing import Any
 import quire
 from quire import errors
 from quire._chunk_objects import arrived, put_all
+from quire._numbers import timeout
+from quire._store_arguments import store_arguments
 from quire.lmcache._base import AdapterBase, Bits, StoreResult
 from quire.lmcache._lane import Lane
 from quire.lmcache._objects import Objects
-from quire.store import FLUSH_SECONDS, read_key_file
+from quire.store import FLUSH_SECONDS
 
 __all__ = ["QuireL2Adapter"]
 
 _log = logging.getLogger("quire.lmcache")
 _GONE = ("removed", "evicted", "expired", "corrupt")
+# Objects that usage counts: Redis does not tell what it has evicted, so there they only grow.
+_TOLD_MAX = 1 << 18
+
+_WHERE = "QuireL2Adapter: adapter_params"
 
 
-def _options(params: Mapping[str, Any]) -> tuple[dict[str, Any], float, float]:
-    store = dict(params)
-    load_timeout = float(store.pop("load_timeout", 10.0))
-    lock_timeout = float(store.pop("lock_timeout", 300.0))
-    if (key_file := store.pop("key_file", None)) is not None:
-        store["key"] = read_key_file(key_file)
+def _seconds(left: dict[str, Any], name: str, default: float) -> float:
+    return timeout(left.pop(name, default), f"{_WHERE}: {name}")
+
+
+def _options(params: Any) -> tuple[dict[str, Any], float, float]:
+    if not isinstance(params, Mapping):
+        raise errors.BadArgumentError(f"{_WHERE} is a {type(params).__name__}, not an object")
+    left = dict(params)
+    load_timeout = _seconds(left, "load_timeout", 10.0)
+    lock_timeout = _seconds(left, "lock_timeout", 300.0)
+    store = store_arguments(left, _WHERE)
+    if left:
+        raise errors.BadArgumentError(f"{_WHERE} has the unknown names {sorted(left)}")
     if not (store.get("directory") or store.get("redis")):
         raise errors.BadArgumentError(
-            "QuireL2Adapter: adapter_params has neither directory nor redis; LMCache has RAM itself"
+            f"{_WHERE} has neither directory nor redis; LMCache has RAM itself"
         )
     return store, load_timeout, lock_timeout
 
@@ -46,7 +60,8 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
 
     A lookup brings the objects into memory and verifies them; its lock is that they stay there. So
     a load that follows copies, and cannot fail for damage. Tasks that fail are logged, and tell so
-    in their results. All calls from any thread.
+    in their results. All calls from any thread. Once it is closed, results of tasks that were
+    submitted before can be taken, and locks be undone; every other call raises ClosedError.
 
     Raises:
         BadArgumentError: an option.
@@ -55,13 +70,14 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         store, self._load_timeout, self._lock_timeout = _options(params)
+        self._store = quire.ChunkStore(**store)  # which checks them
         super().__init__(max_capacity_bytes=int(store.get("disk_bytes", 0)))
-        self._store = quire.ChunkStore(**store)
         self._objects = Objects(self._store)
         self._clock: Callable[[], float] = time.monotonic
         self._mutex = threading.Lock()
         self._locked: dict[Any, list[tuple[float, quire.ChunkFetch]]] = {}
-        # What LMCache was told to be stored, by the chunk's key: the object's and its bytes.
+        # What LMCache was told to be stored, by the chunk's key: the object's and its bytes. Oldest
+        # first.
         self._told: dict[str, tuple[Any, int]] = {}
         self._stores, self._lookups, self._loads = Lane("store"), Lane("lookup"), Lane("load")
 
@@ -95,8 +111,11 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
         with self._mutex:
             untold = [chunks[name] for name in kept if name not in self._told]
             self._told.update((name, chunks[name]) for name in kept)
+            over = [*itertools.islice(self._told, max(0, len(self._told) - _TOLD_MAX))]
+            forgotten = [self._told.pop(name) for name in over]
         if untold:
             self._notify_keys_stored([key for key, _ in untold], [size for _, size in untold])
+        self._tell_deleted(forgotten)
         self._tell_of_deletions()
         if len(kept) < len(chunks):
             raise errors.UnavailableError(
@@ -113,6 +132,9 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
         ]
         with self._mutex:
             told = [self._told.pop(key) for key in gone if key in self._told]
+        self._tell_deleted(told)
+
+    def _tell_deleted(self, told: list[tuple[Any, int]]) -> None:
         if told:
             self._notify_keys_deleted([key for key, _ in told], [size for _, size in told])
 
@@ -214,13 +236,14 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
         chunks = [
             self._objects.chunk_key(key, size)
             for key in keys
-            if (size := self._objects.size(key)) is not None
+            for size in self._objects.sizes(key)
         ]
         self._store.remove(chunks)
         self._tell_of_deletions()
 
     def report_status(self) -> dict[str, Any]:
         """is_healthy: the last task of each kind has not failed. statistics: those of the store."""
+        self._stores.check_open()
         lanes = {"store": self._stores, "lookup": self._lookups, "load": self._loads}
         with self._mutex:
             locked = sum(map(len, self._locked.values()))

@@ -9,21 +9,24 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from quire._ffi import closed_error
+
 __all__ = ["Lane"]
 
 _log = logging.getLogger("quire.lmcache")
 
 
 class Lane:
-    """Tasks of one kind. A task's result is taken once."""
+    """Tasks of one kind. A task's result is taken once, also after the lane is closed."""
 
     def __init__(self, name: str) -> None:
-        self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._name = name
         self._tasks: queue.SimpleQueue[tuple[int, Callable[[], Any], Any] | None] = (
             queue.SimpleQueue()
         )
         self._lock = threading.Lock()
+        self._is_closed = False  # nothing is put into the queue any more
         self._results: dict[int, Any] = {}
         self._last = 0
         self.failures = 0
@@ -32,14 +35,25 @@ class Lane:
         self._thread.daemon = True
         self._thread.start()
 
+    def check_open(self) -> None:
+        """ClosedError: no task is done any more."""
+        if self._is_closed:
+            raise closed_error("QuireL2Adapter")
+
+    @property
+    def event_fd(self) -> int:
+        """ClosedError: the number may be that of another file by now."""
+        self.check_open()
+        return self._event_fd
+
     def submit(self, task: Callable[[], Any], failed: Any) -> int:
         """Does `task` later; its result is what it returns, or `failed` where it raises. A result
-        that is None is not told. Returns the task's number."""
+        that is None is not told. Returns the task's number. ClosedError: it would never be done."""
         with self._lock:
+            self.check_open()
             self._last += 1
-            number = self._last
-        self._tasks.put((number, task, failed))
-        return number
+            self._tasks.put((self._last, task, failed))
+            return self._last
 
     def take(self, number: int) -> Any:
         """The result of a task, once; None before its end."""
@@ -54,10 +68,13 @@ class Lane:
 
     def close(self) -> None:
         """Ends after the tasks that were submitted. Twice is fine."""
-        if self._thread.is_alive():
-            self._tasks.put(None)
-            self._thread.join()
-            os.close(self.event_fd)
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            if not was_closed:
+                self._tasks.put(None)
+        self._thread.join()
+        if not was_closed:
+            os.close(self._event_fd)
 
     def _run(self) -> None:
         while (item := self._tasks.get()) is not None:
@@ -74,4 +91,4 @@ class Lane:
                 continue
             with self._lock:
                 self._results[number] = result
-            os.eventfd_write(self.event_fd, 1)
+            os.eventfd_write(self._event_fd, 1)

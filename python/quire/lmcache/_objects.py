@@ -14,6 +14,7 @@ from quire._chunk_objects import NewObject, ObjectSpace
 __all__ = ["Objects"]
 
 _SPACES_MAX = 256
+_SIZES_MAX = 16  # of one kind of objects: LMCache has one, and others for ends of prompts
 
 
 class Objects:
@@ -27,7 +28,8 @@ class Objects:
         self._store = store
         self._lock = threading.Lock()
         self._spaces: dict[tuple[Any, ...], ObjectSpace] = {}
-        self._sizes: dict[tuple[Any, ...], int] = {}
+        # Bytes that objects of a kind have had, the last ones last.
+        self._sizes: dict[tuple[Any, ...], list[int]] = {}
 
     @staticmethod
     def _kind(key: Any) -> tuple[Any, ...]:
@@ -37,12 +39,16 @@ class Objects:
         """Bytes of an object: as LMCache describes its group, or as the last one of it had."""
         layout = None if not layouts else layouts.get(key.object_group_id)
         if layout is None:
-            with self._lock:
-                return self._sizes.get(self._kind(key))
+            return next(reversed(self.sizes(key)), None)
         return sum(
             int(math.prod(shape) * dtype.itemsize)
             for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
         )
+
+    def sizes(self, key: Any) -> list[int]:
+        """All that objects of its kind have had, as far as is known."""
+        with self._lock:
+            return [*self._sizes.get(self._kind(key), ())]
 
     def space(self, key: Any, size: int) -> ObjectSpace:
         """The space of the key's model, rank, group, salt and size.
@@ -51,7 +57,11 @@ class Objects:
         """
         name = (*self._kind(key), key.cache_salt, size)
         with self._lock:
-            self._sizes[self._kind(key)] = size
+            sizes = self._sizes.setdefault(self._kind(key), [])
+            if size in sizes:
+                sizes.remove(size)
+            sizes.append(size)
+            del sizes[:-_SIZES_MAX]
             space = self._spaces.pop(name, None) or self._new_space(key, size)
             self._spaces[name] = space  # the last one used
             while len(self._spaces) > _SPACES_MAX:

@@ -7,7 +7,7 @@ thread of the event loop; what may wait for the engine runs in a small pool of t
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -27,19 +27,21 @@ from quire.engine import (
     Usage,
 )
 from quire.serve.limits import Limits
+from quire.serve.turns import Turns
 
 __all__ = ["Answer", "Delta", "Streams"]
 
 T = TypeVar("T")
 _STEPS_PER_TURN = 16  # of one answer, before others and their sockets have a turn
 _TURN_SECONDS = 0.01  # of taking tokens, before sockets have a turn
-_POOL_THREADS = 4  # tokenizing and templates; more would only take turns with each other
+_THREADS = 4  # tokenizing and templates; more would only take turns with each other
 _LOOK_SECONDS = 0.1  # how soon the engine's thread sees that the event loop has ended
 # Memory of what waits for a client or is kept for it, about: a token's id and logprob, one of its
 # alternatives, and a character of text.
 _TOKEN_BYTES = 64
 _ALTERNATIVE_BYTES = 128
 _CHARACTER_BYTES = 4
+_WRITTEN_BYTES = 400  # of a log-probability, when an answer is written as a whole
 _NO_SUMS = ("miss", "prefix_miss", "blend")
 _TIMES = ("queue_seconds", "prompt_seconds", "decode_seconds", "steps")
 
@@ -80,15 +82,22 @@ class Answer:
     """A submitted request, of one prompt or several: its deltas, then its result. Samples are
     numbered through all prompts.
 
-    prompt_tokens: of all prompts.
+    key: of the client. prompt_tokens: of all prompts.
     submitted, first_token: times of the event loop's clock in seconds; the latter None before it.
     measured: whether the server's metrics count it. result: set with the last delta.
     held_bytes: of memory, about: of what `next` has not given, and of what is kept for the result.
     """
 
     def __init__(
-        self, streams: Streams, opened: list[Stream], now: float, measured: bool, keep: bool
+        self,
+        streams: Streams,
+        opened: list[Stream],
+        now: float,
+        measured: bool,
+        keep: bool,
+        key: str = "",
     ) -> None:
+        self.key = key
         self.prompt_tokens = sum(stream.prompt_tokens for stream in opened)
         self.submitted = now
         self.measured = measured
@@ -219,7 +228,8 @@ class Answer:
         size = _TOKEN_BYTES * len(piece.ids) + _CHARACTER_BYTES * len(piece)
         size += _ALTERNATIVE_BYTES * sum(map(len, tops))
         self._unread_bytes += size
-        self._hold(size)
+        entries = len(piece.logprobs or ()) + sum(map(len, tops))
+        self._hold(size + (_WRITTEN_BYTES * entries if self._keep else 0))
 
 
 class Streams:
@@ -227,7 +237,8 @@ class Streams:
 
     What is computed and not sent is bounded: the engine has the pace of the event loop, which takes
     what comes whether or not a client does; an answer that then waits for its client is given up at
-    `unread_bytes`, and the largest one where all together hold more than `answers_bytes`.
+    `unread_bytes`, and where all together hold more than `answers_bytes` the largest one of the key
+    that holds most.
 
     held_bytes: of all `holders`, the answers that were not closed.
 
@@ -254,7 +265,7 @@ class Streams:
         self._on_tokens = on_tokens
         self._refuse = refuse
         self._loop = asyncio.get_running_loop()
-        self._pool = concurrent.futures.ThreadPoolExecutor(_POOL_THREADS, "quire-serve")
+        self._turns = Turns(_THREADS)
         self._woken = False  # a turn of _poll_all is on its way
         self._behind = False  # not all that was handed out was looked at
         self._closed = False
@@ -266,18 +277,15 @@ class Streams:
         prompts: list[Prompt],
         options: SamplingOptions,
         *,
+        key: str = "",
         measured: bool = True,
         keep: bool = True,
     ) -> Answer:
         """Checks, tokenizes and submits all prompts or none; raises QuireError and TypeError as
-        Engine.stream. keep: as there."""
-        future = self._loop.run_in_executor(self._pool, self._open_all, prompts, options, keep)
-        try:
-            opened = await asyncio.shield(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(_close_result)
-            raise
-        answer = Answer(self, opened, self._loop.time(), measured, keep)
+        Engine.stream. key: whose turn it takes. keep: as there."""
+        work = (self._open_all, prompts, options, keep)
+        opened = await self._turns.run(key, *work, unwanted=_close_all)
+        answer = Answer(self, opened, self._loop.time(), measured, keep, key)
         self.answers[answer] = None
         self.holders[answer] = None
         self._poll(answer, self._loop.time())
@@ -294,9 +302,9 @@ class Streams:
             stack.pop_all()
             return opened
 
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls a function that may take long in a thread of the pool."""
-        return await self._loop.run_in_executor(self._pool, function, *arguments)
+    async def run(self, key: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function that may take long in another thread, once it is the key's turn."""
+        return await self._turns.run(key, function, *arguments)
 
     async def close(self) -> None:
         """Ends all requests; the engine is the caller's to close."""
@@ -306,7 +314,7 @@ class Streams:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._pool.shutdown(wait=False)
+        self._turns.close()
 
     def _wake(self) -> None:
         """From the engine's thread, after it has handed out what came. It returns once what was
@@ -370,18 +378,25 @@ class Streams:
             message = f"the client did not take its answer: more than {limits.unread_bytes} bytes"
             answer.give_up(self._refuse("unread_bytes", 408, f"{message} of it waited"))
         while self.held_bytes > limits.answers_bytes:
-            largest = max(self.holders, key=lambda holder: holder.held_bytes)
             message = f"answers take more than {limits.answers_bytes} bytes, and this one most"
-            largest.give_up(self._refuse("answers_bytes", 503, message))
+            self._largest().give_up(self._refuse("answers_bytes", 503, message))
+
+    def _largest(self) -> Answer:
+        """The largest answer of the key that holds most."""
+        held: collections.Counter[str] = collections.Counter()
+        for holder in self.holders:
+            held[holder.key] += holder.held_bytes
+        ((key, _),) = held.most_common(1)
+        own = (holder for holder in self.holders if holder.key == key)
+        return max(own, key=lambda holder: holder.held_bytes)
 
     def _forget(self, answer: Answer) -> None:
         self.answers.pop(answer, None)
 
 
-def _close_result(future: asyncio.Future[list[Stream]]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        for stream in future.result():
-            stream.close()
+def _close_all(opened: list[Stream]) -> None:
+    for stream in opened:
+        stream.close()
 
 
 def _joined(results: list[Result]) -> Result:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.requests import Request
 
+from quire._documents import compose_chat
 from quire.engine import Result, Sample, Usage
 from quire.errors import QuireError
 from quire.serve import generation as common
 from quire.serve._streams import Delta
-from quire.serve.calls import Call, check_unknown, read_fields
+from quire.serve.calls import Call, read_body
+from quire.serve.documents import read_documents
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
 from quire.serve.grammars import Wanted, read_inner_format
 from quire.serve.problems import Problem, from_engine
 from quire.serve.responses import JsonAnswer, View, answer, event
-from quire.serve.service import Service, guesses_of, origin_of
+from quire.serve.service import Service, blend_of, guesses_of, origin_of
 from quire.serve.tool_parser import Call as ToolCall
-from quire.serve.tool_parser import ToolParser, call_id
+from quire.serve.tool_parser import Part, ToolParser, call_id, special_texts
 from quire.serve.tools import Tools, read_tools
 
 __all__ = ["count_tokens", "handle"]
@@ -30,27 +32,31 @@ _BLOCKS_MAX = 4096
 
 
 async def handle(request: Request, service: Service) -> Any:
-    fields = await read_fields(request, service)
-    generation = _read(fields, service)
-    headers = check_unknown(fields, service)
+    generation, headers = await read_body(request, service, _read)
     view = _MessageView(service, Call.of(request), generation)
     return await answer(request, service, generation, view, headers)
 
 
 async def count_tokens(request: Request, service: Service) -> Any:
     """The number of tokens that the prompt of a message has."""
-    fields = await read_fields(request, service)
-    service.facts.check_name(fields)
-    messages = _read_messages(fields, service)
-    tools = _read_tools(fields, service, read_inner_format(fields, "output_config"))
-    headers = check_unknown(fields, service)
-    variables = {} if tools is None else {"tools": tools.entries}
-    tokenizer = service.engine.tokenizer
+    encode, headers = await read_body(request, service, _read_counted)
     try:
-        ids = await service.streams.run(lambda: tokenizer.encode_chat(messages, **variables))
+        ids = await service.streams.run(Call.of(request).tenant.name, encode)
     except QuireError as error:
         raise from_engine(error) from None
     return JsonAnswer({"input_tokens": len(ids)}, headers=headers)
+
+
+def _read_counted(fields: Fields, service: Service) -> Callable[[], list[int]]:
+    """What encodes the prompt."""
+    service.facts.check_name(fields)
+    messages = _read_messages(fields, service)
+    documents = read_documents(fields, messages, service.limits).get("documents", ())
+    texts = () if documents == "auto" else documents
+    tools = _read_tools(fields, service, read_inner_format(fields, "output_config"))
+    variables = {} if tools is None else {"tools": tools.entries}
+    tokenizer = service.engine.tokenizer
+    return lambda: compose_chat(tokenizer, messages, texts, variables).ids
 
 
 def _read(fields: Fields, service: Service) -> Generation:
@@ -78,8 +84,17 @@ def _read(fields: Fields, service: Service) -> Generation:
         config.only("effort")
     fields.only("mcp_servers", [])
     fields.only("container")
+    messages = _read_messages(fields, service)
+    options |= read_documents(fields, messages, service.limits)
+    if messages[-1]["role"] == "assistant":
+        place = f"messages[{len(fields.any('messages')) - 1}].role"
+        message = (
+            f"{place} is assistant in the last message; to go on from an answer that is begun is "
+            "not supported"
+        )
+        raise Problem(400, message, param=place, code="unsupported_value")
     return Generation(
-        [_read_messages(fields, service)],
+        [messages],
         options,
         common.read_salt(fields),
         fields.boolean("stream"),
@@ -102,6 +117,7 @@ def _read_messages(fields: Fields, service: Service) -> list[dict[str, Any]]:
         if not role:
             entry.refuse("role", "user, assistant or system")
         messages += _of_entry(entry, role)
+        fields.leave(entry)
     return messages
 
 
@@ -112,23 +128,28 @@ def _of_entry(entry: Fields, role: str) -> list[dict[str, Any]]:
         if text is None:
             entry.refuse("content", "a text or a list of blocks")
         return [{"role": role, "content": text}]
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     for block in entry.objects("content", _BLOCKS_MAX) or []:
         kind = block.any("type")
         if kind == "text":
-            texts.append(block.text("text") or "")
+            text = block.text("text")
+            if text is None:
+                block.refuse("text", "a text")
+            parts.append({"type": "text", "text": text})
+        elif kind == "document":
+            parts.append(common.document_part(block))
         elif kind == "tool_use":
             calls.append(_tool_use(block))
         elif kind == "tool_result":
-            content = common.text_of_content(block, "content")
+            content = common.content_of(block, "content")
             id = block.text("tool_use_id", 256) or ""
             found.append({"role": "tool", "tool_call_id": id, "content": content or ""})
         elif kind not in ("thinking", "redacted_thinking"):  # of earlier answers; no template's
             raise common.unsupported_content(block)
-    if texts or calls or not found:
-        message: dict[str, Any] = {"role": role, "content": "".join(texts)}
+    if parts or calls or not found:
+        message: dict[str, Any] = {"role": role, "content": common.joined_parts(parts)}
         found.append({**message, "tool_calls": calls} if calls else message)
     return found
 
@@ -160,7 +181,8 @@ def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tool
         if kind == "tool":
             found["tool_choice"] = {"type": "function", "name": choice.text("name", 256)}
         found["parallel_tool_calls"] = not choice.boolean("disable_parallel_tool_use")
-    return read_tools(Fields(found), service.limits, service.tool_parser, service.template, format)
+    inner = Fields(found, aliases={"function": "", "parameters": "input_schema"})
+    return read_tools(inner, service.limits, service.tool_parser, service.template, format)
 
 
 # ---- Answers
@@ -172,7 +194,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     return {
         **_input_usage(usage.prompt_tokens, usage.cached_tokens),
         "output_tokens": usage.completion_tokens,
-        "quire": {**origin_of(usage), **guesses_of(usage)},
+        "quire": {**origin_of(usage), **guesses_of(usage), **blend_of(usage)},
     }
 
 
@@ -220,13 +242,14 @@ class _MessageView(View):
 
     def step(self, deltas: list[Delta]) -> Iterable[bytes]:
         text = "".join(delta.text for delta in deltas)
-        calls: list[ToolCall] = []
-        if self._tools is not None:
-            text, calls = self._tools.put(text)
-            if deltas[-1].finish_reason is not None:
-                rest, more = self._tools.finish()
-                text, calls = text + rest, calls + more
-        return [*self._text(text), *self._calls(calls)]
+        return list(self._take(text, ended=deltas[-1].finish_reason is not None))
+
+    def _parts(self, text: str, ended: bool) -> Iterable[Part]:
+        return (text,) if self._tools is None else self._tools.parts(text, ended=ended)
+
+    def _take(self, text: str, ended: bool) -> Iterable[bytes]:
+        for part in self._parts(text, ended):
+            yield from self._text(part) if isinstance(part, str) else self._call(part)
 
     def _text(self, text: str) -> Iterable[bytes]:
         if not text:
@@ -236,13 +259,12 @@ class _MessageView(View):
         delta = {"type": "text_delta", "text": text}
         yield _event("content_block_delta", index=self._index, delta=delta)
 
-    def _calls(self, calls: list[ToolCall]) -> Iterable[bytes]:
-        for call in calls:
-            if call.name is not None:
-                yield from self._start(self._tool_block(call))
-            if call.arguments:
-                delta = {"type": "input_json_delta", "partial_json": call.arguments}
-                yield _event("content_block_delta", index=self._index, delta=delta)
+    def _call(self, call: ToolCall) -> Iterable[bytes]:
+        if call.name is not None:
+            yield from self._start(self._tool_block(call))
+        if call.arguments:
+            delta = {"type": "input_json_delta", "partial_json": call.arguments}
+            yield _event("content_block_delta", index=self._index, delta=delta)
 
     def _tool_block(self, call: ToolCall) -> dict[str, Any]:
         id = call_id(self.generation.tool_parser, "toolu_", f"{self.call.id}_{call.index}")
@@ -279,32 +301,39 @@ class _MessageView(View):
         """The stop text that ended the answer: it stands where the text was cut."""
         if sample.ids and sample.ids[-1] in self.service.engine.info.eos_token_ids:
             return None
-        rest = self.service.engine.tokenizer.decode(sample.ids)[len(sample.text or "") :]
+        rest = self._decoded(sample.ids)[len(sample.text or "") :]
         stops = [stop for stop in self.generation.options.get("stop", ()) if rest.startswith(stop)]
         return max(stops, key=len, default=None)
+
+    def _decoded(self, ids: list[int]) -> str:
+        """The text of an answer that was not cut: of special tokens it has the tags of calls."""
+        tokenizer = self.service.engine.tokenizer
+        kind = self.generation.tool_parser
+        tags = () if kind is None else special_texts(kind)
+        special = tokenizer.special_tokens
+        shown = [id for id in ids if id not in special or special[id] in tags]
+        return tokenizer.decode(shown, skip_special_tokens=not tags)
 
     def failed(self, problem: Problem) -> bytes:
         return event(problem.anthropic(), "error")
 
     def whole(self, result: Result) -> dict[str, Any]:
         sample = result.samples[0]
-        text = sample.text or ""
-        calls: list[ToolCall] = []
-        if self._tools is not None:
-            text, calls = self._tools.put(text)
-            rest, more = self._tools.finish()
-            text, calls = text + rest, calls + more
         content: list[dict[str, Any]] = []
-        if text or not calls:
-            content.append({"type": "text", "text": text})
-        arguments: dict[int, str] = {}
-        for call in calls:
-            arguments[call.index] = arguments.get(call.index, "") + call.arguments
-        for call in calls:
-            if call.name is not None:
-                block = self._tool_block(call)
-                content.append({**block, "input": _object(arguments[call.index])})
+        for part in self._parts(sample.text or "", ended=True):
+            if isinstance(part, ToolCall):
+                if part.name is not None:
+                    content.append({**self._tool_block(part), "input": ""})
+                content[-1]["input"] += part.arguments
+            elif content and content[-1]["type"] == "text":
+                content[-1]["text"] += part
+            elif part:
+                content.append({"type": "text", "text": part})
+        for block in content:
+            if block["type"] == "tool_use":
+                block["input"] = _object(block["input"])
         usage = _usage(result.usage)
+        content = content or [{"type": "text", "text": ""}]
         return self._message(content=content, usage=usage, **self._ending(sample))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -35,12 +36,25 @@ def parse_object(body: bytes | bytearray, limits: JsonLimits = JsonLimits()) -> 
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Problem(400, f"the body is not valid UTF-8 at byte {error.start}") from None
+    infinite: list[str] = []
+
+    def number(digits: str) -> float:
+        found = float(digits)
+        if math.isinf(found):
+            infinite.append(digits)
+        return found
+
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=number
+        )
     except (ValueError, RecursionError) as error:
         raise Problem(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise Problem(400, "the body must be a JSON object")
+    if infinite:  # an answer that repeats it would be no JSON
+        name = next(name for name, field in value.items() if not _is_finite(field))
+        raise Problem(400, f"{name[:64]} has a number that is out of range", param=name)
     return value
 
 
@@ -76,10 +90,20 @@ def _check(count: int, most: int, what: str) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise Problem(400, f"the body has the key {twice[:64]!r} twice in one object")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise Problem(400, f"the body has the key {name[:64]!r} twice in one object")
+            seen.add(name)
     return found
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -7,8 +7,8 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
-from typing import Any, TextIO
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TextIO, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -18,11 +18,12 @@ from quire.serve.problems import Problem
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
 
-__all__ = ["Call", "ClientGone", "Log", "check_unknown", "read_fields"]
+__all__ = ["Call", "ClientGone", "Log", "read_body"]
 
-_LARGE_BODY_BYTES = (
-    64 << 10
-)  # more takes milliseconds to parse, and is parsed beside the event loop
+T = TypeVar("T")
+
+# More takes milliseconds to parse and to check, which is done beside the event loop.
+_LARGE_BODY_BYTES = 64 << 10
 
 
 class ClientGone(Exception):
@@ -33,11 +34,13 @@ class ClientGone(Exception):
 class Call:
     """A request that the guard let in.
 
+    route: the one that answers, of those with a name in their path; metrics tell of it.
     facts: what the log says of it beside status and time; nothing of its text.
     """
 
     id: str
     tenant: Tenant
+    route: str = "other"
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @staticmethod
@@ -64,11 +67,16 @@ class Log:
             # As JSON, so that no text of a client ends the line or looks like another field.
             words = [f"{name}={json.dumps(value)}" for name, value in facts.items()]
             line = " ".join([f"{stamp} {level} {event}", *words])
-        print(line, file=self._stream, flush=True)
+        # A log that nobody reads any more, or without room, ends no request and no drain.
+        with contextlib.suppress(OSError, ValueError):
+            print(line, file=self._stream, flush=True)
 
 
-async def read_fields(request: Request, service: Service) -> Fields:
-    """The body of a request as an object. Problem for all else."""
+async def read_body(
+    request: Request, service: Service, reader: Callable[[Fields, Service], T]
+) -> tuple[T, dict[str, str]]:
+    """What the reader makes of a body, and the headers that name the fields which it left. Problem
+    for what is no JSON object, and as the reader raises. The reader may be called on any thread."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Also what keeps pages of other origins out, which cannot send it without being asked.
@@ -76,29 +84,44 @@ async def read_fields(request: Request, service: Service) -> Fields:
         raise Problem(415, f"content-type is {shown}; it must be application/json")
     async with _body_of(request, service) as body:
         if len(body) > _LARGE_BODY_BYTES:
-            return Fields(await service.streams.run(parse_object, body))
-        return Fields(parse_object(body))
+            key = Call.of(request).tenant.name
+            return await service.streams.run(key, _read, body, service, reader)
+        return _read(body, service, reader)
+
+
+def _read(
+    body: bytearray, service: Service, reader: Callable[[Fields, Service], T]
+) -> tuple[T, dict[str, str]]:
+    fields = Fields(parse_object(body))
+    found = reader(fields, service)
+    return found, _ignored(fields, service)
 
 
 @contextlib.asynccontextmanager
 async def _body_of(request: Request, service: Service) -> AsyncIterator[bytearray]:
     """The protocol keeps the limits of one body, and this one that of all together: those that are
-    read, and those that are parsed or wait for it."""
+    read, and those that are parsed or wait for it. A key has a half, so that no other is kept out
+    by bodies that come slowly."""
+    key, body_bytes = Call.of(request).tenant.name, service.body_bytes
+    most = service.limits.bodies_bytes
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
-            service.body_bytes += len(part)
-            if service.body_bytes > service.limits.bodies_bytes:
+            body_bytes[key] += len(part)
+            own_most = most // 2 if service.tenants.need_keys else most
+            if body_bytes.total() > most or body_bytes[key] > own_most:
                 raise service.book.refuse("bodies_bytes", 503, "too many large bodies at a time")
         yield body
     except ClientDisconnect:
         raise ClientGone from None
     finally:
-        service.body_bytes -= len(body)
+        body_bytes[key] -= len(body)
+        if not body_bytes[key]:
+            del body_bytes[key]
 
 
-def check_unknown(fields: Fields, service: Service) -> dict[str, str]:
+def _ignored(fields: Fields, service: Service) -> dict[str, str]:
     """Headers that name the fields which nobody read. Problem (400) with --strict."""
     unknown = fields.unknown()
     if not unknown:

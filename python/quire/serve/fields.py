@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -21,15 +22,27 @@ class Fields:
     Args:
         values: the object.
         path: where it stands in the body, such as "tools[0].function"; "" for the body itself.
+        aliases: names that fields have in the body, here and in objects within, where the values
+            were put into another form; "" for a field whose entries stand beside it there.
     """
 
-    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        path: str = "",
+        aliases: Mapping[str, str] = types.MappingProxyType({}),
+    ) -> None:
         self._values = values
         self._path = path
+        self._aliases = aliases
         self._read: set[str] = set()
+        self._left: list[str] = []
 
     def name(self, field: str) -> str:
         """The field as errors name it."""
+        if self._aliases.get(field) == "":
+            return self._path
+        field = self._aliases.get(field, field)
         return f"{self._path}.{field}" if self._path else field
 
     def refuse(self, field: str, must: str) -> NoReturn:
@@ -105,7 +118,7 @@ class Fields:
             return None
         if not isinstance(value, dict):
             self.refuse(field, "an object")
-        return Fields(value, self.name(field))
+        return Fields(value, self.name(field), self._aliases)
 
     def entries(self, field: str, most: int) -> list[Any] | None:
         value = self.any(field)
@@ -124,7 +137,10 @@ class Fields:
             if not isinstance(entry, dict):
                 place = f"{self.name(field)}[{index}]"
                 raise Problem(400, f"{place} is {_shown(entry)}; it must be an object", param=place)
-        return [Fields(entry, f"{self.name(field)}[{i}]") for i, entry in enumerate(entries)]
+        return [
+            Fields(entry, f"{self.name(field)}[{i}]", self._aliases)
+            for i, entry in enumerate(entries)
+        ]
 
     def ignore(self, *names: str) -> None:
         """Fields that change nothing here, whatever they are."""
@@ -143,9 +159,14 @@ class Fields:
                 code="unsupported_value",
             )
 
+    def leave(self, inner: Fields) -> None:
+        """What nobody has read of an object within this one is unknown here."""
+        self._left += inner.unknown()
+
     def unknown(self) -> list[str]:
         """Fields that nobody has read."""
-        return [self.name(field) for field in self._values if field not in self._read]
+        given = (field for field, value in self._values.items() if value is not None)
+        return [self.name(field) for field in given if field not in self._read] + self._left
 
 
 def check_text(text: str, name: str) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 from quire.engine import Prompt
 from quire.serve.bounded_json import parse_object
@@ -15,9 +16,13 @@ from quire.serve.problems import Problem
 
 __all__ = [
     "TOKENS_MAX",
+    "Content",
     "Generation",
     "ModelFacts",
     "check_text",
+    "content_of",
+    "document_part",
+    "joined_parts",
     "read_max_tokens",
     "read_messages",
     "read_salt",
@@ -34,6 +39,10 @@ _PENALTY_MAX = 1e4
 _SALT_BYTES = 4096
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_PARTS_MAX = 4096
+
+Content: TypeAlias = str | list[dict[str, Any]]
+"""A content as the engine takes it: a text, or parts of which one is a document."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +185,7 @@ def _logit_bias(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[int, 
         fields.refuse("logit_bias", f"an object of at most {limits.logit_biases} entries")
     found: dict[int, float] = {}
     for place in names:
-        token = place.rpartition(".")[2]
+        token = place.removeprefix(bias.name(""))
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             fields.refuse("logit_bias", f"an object whose keys are token ids, not {token[:20]!r}")
         if int(token) >= facts.vocab_size:
@@ -222,6 +231,7 @@ def read_stream(fields: Fields) -> tuple[bool, bool]:
     include_usage = options.boolean("include_usage")
     options.ignore("include_obfuscation")
     options.only("continuous_usage_stats", False)
+    fields.leave(options)
     return stream, include_usage
 
 
@@ -245,11 +255,15 @@ def read_template_args(fields: Fields) -> dict[str, Any]:
 
 
 def read_messages(fields: Fields, limits: Limits) -> list[dict[str, Any]]:
-    """The messages of a chat as the model's template takes them: contents are texts."""
+    """The messages of a chat as the engine takes them: contents are texts, or lists of parts where
+    documents are among these."""
     entries = fields.objects("messages", limits.messages)
     if not entries:
         fields.refuse("messages", f"a list of 1 to {limits.messages} messages")
-    return [_message(entry) for entry in entries]
+    messages = [_message(entry) for entry in entries]
+    for entry in entries:
+        fields.leave(entry)
+    return messages
 
 
 def _message(entry: Fields) -> dict[str, Any]:
@@ -259,7 +273,7 @@ def _message(entry: Fields) -> dict[str, Any]:
     # Templates were trained with "system", which OpenAI has renamed since.
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     calls = _tool_calls(entry)
-    content = text_of_content(entry, "content")
+    content = content_of(entry, "content")
     if content is None and not calls:
         entry.refuse("content", "a text")
     message["content"] = content or ""
@@ -272,9 +286,6 @@ def _message(entry: Fields) -> dict[str, Any]:
     entry.only("audio")
     entry.only("function_call")
     entry.ignore("refusal", "annotations")
-    unknown = entry.unknown()
-    if unknown:
-        raise Problem(400, f"{unknown[0][:80]} is not a field of a message", param=unknown[0][:80])
     return message
 
 
@@ -282,16 +293,63 @@ def text_of_content(entry: Fields, field: str) -> str | None:
     """A content that is a text, or a list of parts that are. Problem (400), by name, for others."""
     if not isinstance(entry.any(field), list):
         return entry.text(field)
-    texts = []
-    for part in entry.objects(field, 4096) or []:
-        kind = part.any("type")
-        if kind not in _TEXT_PARTS:
-            raise unsupported_content(part)
-        text = part.text("refusal" if kind == "refusal" else "text")
-        if text is None:
-            part.refuse("text", "a text")
-        texts.append(text)
-    return "".join(texts)
+    return "".join(_text_of_part(part) for part in entry.objects(field, _PARTS_MAX) or [])
+
+
+def _text_of_part(part: Fields) -> str:
+    kind = part.any("type")
+    if kind not in _TEXT_PARTS:
+        raise unsupported_content(part)
+    text = part.text("refusal" if kind == "refusal" else "text")
+    if text is None:
+        part.refuse("text", "a text")
+    return text
+
+
+def content_of(entry: Fields, field: str) -> Content | None:
+    """As text_of_content, but documents may be among the parts."""
+    if not isinstance(entry.any(field), list):
+        return entry.text(field)
+    return joined_parts(
+        document_part(part)
+        if part.any("type") == "document"
+        else {"type": "text", "text": _text_of_part(part)}
+        for part in entry.objects(field, _PARTS_MAX) or []
+    )
+
+
+def joined_parts(parts: Iterable[dict[str, Any]]) -> Content:
+    """The parts of a content: one text where no document is among them."""
+    found = list(parts)
+    if any(part["type"] == "document" for part in found):
+        return found
+    return "".join(part["text"] for part in found)
+
+
+def document_part(part: Fields) -> dict[str, Any]:
+    """A document in a content, with a text of its own or, as in Anthropic's API, a source."""
+    holder, field = part, "text"
+    source = part.object("source")
+    if source is not None:
+        part.only("text", why="is a second text beside source")
+        if source.any("type") != "text":
+            raise unsupported_content(source)
+        source.only("media_type", "text/plain")
+        holder, field = source, "data"
+    text = holder.text(field)
+    if text is None or not text.strip():
+        holder.refuse(field, "a text that is not empty")
+    for name in ("title", "context"):  # no template has a place for them
+        part.only(name)
+    citations = part.object("citations")
+    if citations is not None:
+        citations.only("enabled", False)
+    part.ignore("cache_control")
+    for unknown in part.unknown():
+        raise Problem(
+            400, f"{unknown[:80]} is not a field of a document", param=unknown, code="invalid_value"
+        )
+    return {"type": "document", "text": text}
 
 
 def unsupported_content(part: Fields) -> Problem:

@@ -14,7 +14,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from quire.grammar import CompiledGrammar, Grammar
 from quire.serve.grammar_probe import GrammarProbe, TooCostlyError
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
+from quire.serve.turns import ByTurns, call_in
 
 __all__ = ["GrammarQueue"]
 
@@ -39,14 +39,15 @@ class Probe(Protocol):
     def close(self) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class _Work:
-    """A grammar that somebody waits for."""
+    """A grammar that `waiting` requests of a key wait for."""
 
     grammar: Grammar
     special_texts: tuple[str, ...]
     tenant: str
     done: asyncio.Future[CompiledGrammar]
+    waiting: int = 0
 
 
 class GrammarQueue:
@@ -69,9 +70,7 @@ class GrammarQueue:
         self._refuse = refuse
         bounds = (limits.grammar_seconds, limits.grammar_bytes, limits.wait_seconds)
         self._probe = probe or GrammarProbe(engine, *bounds)
-        # What waits, by tenant; the tenant whose turn is next comes first.
-        self._turns: collections.OrderedDict[str, collections.deque[_Work]]
-        self._turns = collections.OrderedDict()
+        self._turns: ByTurns[_Work] = ByTurns()  # what waits, by tenant
         self._running: _Work | None = None
         # What is compiled, the last used last.
         self._known: collections.OrderedDict[tuple[Any, ...], CompiledGrammar]
@@ -94,19 +93,24 @@ class GrammarQueue:
             return known
         loop = asyncio.get_running_loop()
         self._check_pause(tenant, loop.time())
-        self._check_room(tenant)
-        work = _Work(grammar, special_texts, tenant, loop.create_future())
-        self._turns.setdefault(tenant, collections.deque()).append(work)
-        self._begin_next()
+        work = self._same(grammar, special_texts, tenant)
+        if work is None:
+            self._check_room(tenant)
+            work = _Work(grammar, special_texts, tenant, loop.create_future())
+            self._turns.add(tenant, work)
+            self._begin_next()
+        work.waiting += 1
         seconds = self._limits.wait_seconds
         try:
             async with asyncio.timeout(seconds):
-                return await work.done
+                return await asyncio.shield(work.done)
         except TimeoutError:
             message = f"the grammar was not compiled within {seconds:g} s"
             raise self._refuse("grammars", 503, message) from None
         finally:
-            self._withdraw(work)
+            work.waiting -= 1
+            if work.waiting == 0:
+                self._withdraw(work)
 
     def give_up(self, grammar: Grammar, why: str) -> None:
         """Refuses a grammar from now on, as long as it is among the last ones of this kind."""
@@ -122,14 +126,25 @@ class GrammarQueue:
 
     def close(self) -> None:
         """Nothing is compiled any more."""
-        for work in itertools.chain(*self._turns.values()):
+        for work in self._turns.take_all():
             if not work.done.done():
                 work.done.set_exception(errors.ClosedError("the server ends"))
-        self._turns.clear()
         self._probe.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- What waits
+
+    def _same(
+        self, grammar: Grammar, special_texts: tuple[str, ...], tenant: str
+    ) -> _Work | None:
+        """The work of this key that gives the same: requests that come together share it."""
+        works = [] if self._running is None else [self._running]
+        works += self._turns[tenant]
+        for work in works:
+            wanted = (work.grammar, work.special_texts, work.tenant)
+            if wanted == (grammar, special_texts, tenant) and not work.done.done():
+                return work
+        return None
 
     def _check_pause(self, tenant: str, now: float) -> None:
         until = self._paused.get(tenant, now)
@@ -146,29 +161,24 @@ class GrammarQueue:
     def _check_room(self, tenant: str) -> None:
         # One that runs counts until it is done, also where nobody waits for it any more.
         running = () if self._running is None else (self._running.tenant,)
-        own = len(self._turns.get(tenant, ())) + running.count(tenant)
+        own = len(self._turns[tenant]) + running.count(tenant)
         if own >= self._limits.grammars_per_key:
             message = f"this key has {own} grammars that are being compiled"
             raise self._refuse("grammars_per_key", 429, message)
-        total = sum(map(len, self._turns.values())) + len(running)
+        total = len(self._turns) + len(running)
         if total >= self._limits.grammars:
             raise self._refuse("grammars", 503, f"{total} grammars are being compiled")
 
     def _withdraw(self, work: _Work) -> None:
         """Nobody waits for it any more."""
-        waiting = self._turns.get(work.tenant)
-        if waiting is None or work not in waiting:
-            return
-        waiting.remove(work)
-        if not waiting:
-            del self._turns[work.tenant]
+        work.done.cancel()
+        self._turns.remove(work.tenant, work)
 
     def _begin_next(self) -> None:
-        while self._running is None and self._turns:
-            tenant, waiting = self._turns.popitem(last=False)
-            work = waiting.popleft()
-            if waiting:
-                self._turns[tenant] = waiting  # behind the others
+        while self._running is None and (found := self._turns.take()) is not None:
+            _, work = found
+            if work.done.done():
+                continue  # its client has gone, and has not withdrawn it yet
             known = self._find(work.grammar, work.special_texts)
             if known is not None:
                 work.done.set_result(known)
@@ -176,7 +186,7 @@ class GrammarQueue:
             self._running = work
             loop = asyncio.get_running_loop()
             made = self._pool.submit(self._make, work.grammar, work.special_texts)
-            made.add_done_callback(functools.partial(_call_in, loop, self._end, work))
+            made.add_done_callback(functools.partial(call_in, loop, self._end, work))
 
     def _too_costly(self, why: str) -> TooCostlyError:
         self._refuse("grammar_seconds", 400, why)  # counts it; the client is told its field, too
@@ -193,7 +203,9 @@ class GrammarQueue:
         error = ended if made.cancelled() else made.exception()
         if isinstance(error, TooCostlyError):
             self.give_up(work.grammar, str(error))
-            error = self._too_costly(str(error))
+            why = str(error)
+            for _ in range(max(1, work.waiting)):  # each request that it refuses counts
+                error = self._too_costly(why)
         if error is None:
             self._keep(work, made.result())
         if not work.done.done():
@@ -221,10 +233,3 @@ class GrammarQueue:
 
 def _size(grammar: Grammar, compiled: CompiledGrammar) -> int:
     return len(grammar.text) + compiled.memory_bytes
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
-    try:
-        loop.call_soon_threadsafe(call, *arguments)
-    except RuntimeError:
-        pass  # the event loop has ended, and with it all that waited

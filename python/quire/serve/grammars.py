@@ -71,18 +71,21 @@ def _read_format(fields: Fields, name: str, *, nests: bool) -> Wanted | None:
     if format is None:
         return None
     kind = format.choice("type", ("text", "json_object", "json_schema"), "text")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return wanted(fields.name(name), {"json_object": True})
+    if kind != "json_schema":
+        fields.leave(format)
+        return None if kind == "text" else wanted(fields.name(name), {"json_object": True})
     inner = format.object("json_schema") if format.has("json_schema") else format
     assert inner is not None
     inner.ignore("name", "description", "strict")
+    schema = inner.any("schema")
+    if inner is not format:
+        format.leave(inner)
+    fields.leave(format)
     if not inner.has("schema"):
         if nests and inner is format:
             inner.refuse("json_schema", "an object whose schema is a JSON schema")
         inner.refuse("schema", "a JSON schema")
-    return wanted(inner.name("schema"), {"json_schema": inner.any("schema")})
+    return wanted(inner.name("schema"), {"json_schema": schema})
 
 
 def read_inner_format(fields: Fields, name: str) -> Wanted | None:
@@ -107,7 +110,9 @@ def _read_structured(fields: Fields) -> Wanted | None:
     if len(given) != 1:
         fields.refuse("structured_outputs", "an object with one of " + ", ".join(_STRUCTURED))
     (name,) = given
-    return wanted(outputs.name(name), {_STRUCTURED[name]: outputs.any(name)})
+    value = outputs.any(name)
+    fields.leave(outputs)
+    return wanted(outputs.name(name), {_STRUCTURED[name]: value})
 
 
 def _read_guided(fields: Fields, name: str) -> Wanted | None:

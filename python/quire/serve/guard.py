@@ -6,17 +6,22 @@ A route that is added is guarded without doing anything; only `OPEN_PATHS` need 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import secrets
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire import errors
 from quire.serve.calls import Call, ClientGone, Log
 from quire.serve.page_routes import PAGE_FILES
-from quire.serve.problems import Problem, defect
+from quire.serve.problems import Problem, defect, from_engine
 from quire.serve.responses import JsonAnswer
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
@@ -32,6 +37,7 @@ STRANGER = Tenant("?")
 """Of a request to an open path that has no valid key."""
 
 _QUIET_PATHS = _PROBES | {"/metrics"}  # asked every few seconds; only their failures are logged
+_PLACES = 12  # of an error, in the log
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -80,9 +86,13 @@ class Guard:
         except HTTPException as error:
             found = _not_found(scope, error)
             call.facts["error"] = found.code or found.type
+            await self._tell(scope, receive, sender, found, error.headers)
+        except errors.QuireError as error:  # the engine has failed, or the server ends
+            found = from_engine(error)
+            call.facts["error"] = found.code or found.type
             await self._tell(scope, receive, sender, found)
         except Exception as error:
-            self._log.write("error", "defect", id=id, error=f"{type(error).__name__}: {error}")
+            self._log.write("error", "defect", id=id, error=type(error).__name__, at=_places(error))
             await self._tell(scope, receive, sender, defect(id))
         finally:
             self._note(scope, call, sender.status, asyncio.get_running_loop().time() - begin)
@@ -98,13 +108,20 @@ class Guard:
         if self._service.draining:
             raise Problem(503, "the server is ending", code="shutting_down", retry_after=1)
 
-    async def _tell(self, scope: Scope, receive: Receive, sender: _Sender, what: Problem) -> None:
+    async def _tell(
+        self,
+        scope: Scope,
+        receive: Receive,
+        sender: _Sender,
+        what: Problem,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
         """The problem as the answer; nothing where one has begun: its own end told it."""
         if sender.status is not None:
             return
         is_anthropic = scope["path"].startswith("/v1/messages")
         content = what.anthropic() if is_anthropic else what.openai()
-        headers = what.headers
+        headers = {**what.headers, **(more or {})}
         if what.status == 401:
             headers["www-authenticate"] = "Bearer"
         if what.code == "shutting_down":
@@ -113,7 +130,7 @@ class Guard:
 
     def _note(self, scope: Scope, call: Call, status: int | None, seconds: float) -> None:
         path = scope["path"]
-        route = path if path in self._routes else "other"
+        route = path if path in self._routes else call.route
         self._service.metrics.note_request(route, status or 499)
         if path in _QUIET_PATHS and status is not None and status < 400:
             return
@@ -135,6 +152,16 @@ class _Sender:
             self.status = message["status"]
             message["headers"] = [*message["headers"], (b"x-request-id", self._id.encode())]
         await self._send(message)
+
+
+def _places(error: Exception) -> list[str]:
+    """Where an error came from, the last call first. What it says may be a text of the client's,
+    and is not for the log."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return [
+        f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
+        for frame in itertools.islice(frames, _PLACES)
+    ]
 
 
 def _not_found(scope: Scope, error: HTTPException) -> Problem:

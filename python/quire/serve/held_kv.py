@@ -22,7 +22,11 @@ _FRESH_SECONDS = 0.45  # of the page's half second: all its streams share a view
 
 
 class HeldKV:
-    """For the event loop's thread."""
+    """For the event loop's thread.
+
+    events: what the page is sent of a view, kept by the page for all its streams as long as the
+        view is fresh.
+    """
 
     def __init__(self, engine: Engine, tenants: Tenants) -> None:
         self._engine = engine
@@ -30,6 +34,7 @@ class HeldKV:
         self._description = engine.describe()
         self._read_at = -float("inf")
         self._views: dict[Tenant, dict[str, Any]] = {}
+        self.events: dict[tuple[Tenant, bool], bytes] = {}
         keys = max(1, sum(1 for _ in tenants))
         self._salts_max = max(1, min(_SALTS_PER_KEY_MAX, _SALTS_MAX // keys))
         self._digests: dict[Tenant, collections.OrderedDict[str, None]] = {}
@@ -51,6 +56,7 @@ class HeldKV:
             self._read_at = now
             self._description = self._engine.describe()
             self._views.clear()
+            self.events.clear()
         found = self._views.get(tenant)
         if found is None:
             found = self._views[tenant] = _view(self._description, self._digests_of(tenant))

@@ -12,9 +12,10 @@ class Limits:
     """Sizes in bytes, times in seconds.
 
     header_*: of one request's line and headers together; header_seconds: from their first byte.
+        What stands between two parts of a body, or behind it, has at most header_bytes, too.
     body_*: of one request's body; it must come at body_rate_least bytes/s, after a grace of
         body_grace_seconds.
-    bodies_bytes: of all bodies that are being read or parsed.
+    bodies_bytes: of all bodies that are being read or parsed; a key has at most a half of it.
     connections, connections_per_address: those of IPv6 are counted per /64.
     idle_seconds: of a connection without a request.
     pipelined: requests of one connection that wait for the one in work.

@@ -59,6 +59,18 @@ _COUNTERS = {
         "Tokens of blended prompts whose KV was used at another place.",
     ),
     "blend_recomputed_tokens": ("blend_recomputed_tokens_total", "Of these, computed again."),
+    "blend_exact_tokens": (
+        "blend_exact_tokens_total",
+        "Tokens of blended prompts that were found as full prefill gives them.",
+    ),
+    "blend_kept_tokens": (
+        "blend_kept_tokens_total",
+        "Tokens of blended prompts that an earlier request with the same blend left.",
+    ),
+    "blend_computed_tokens": (
+        "blend_computed_tokens_total",
+        "Tokens of blended prompts that were neither found nor moved.",
+    ),
     "served_prompts": (
         "prefill_served_prompts_total",
         "Prompts that were sent to other processes.",

@@ -11,8 +11,9 @@ from starlette.requests import Request
 
 from quire.engine import Result, Sample
 from quire.serve import generation as common
-from quire.serve.calls import Call, check_unknown, read_fields
-from quire.serve.fields import Fields, check_text
+from quire.serve.calls import Call, read_body
+from quire.serve.documents import read_documents
+from quire.serve.fields import Fields
 from quire.serve.generation import Generation
 from quire.serve.grammars import read_wanted
 from quire.serve.prefill_pairs import read_handover
@@ -25,21 +26,18 @@ from quire.serve.tool_parser import ToolParser, call_id
 from quire.serve.tools import read_tools
 from quire.serve._streams import Delta
 
-__all__ = ["ChatView", "handle", "read_chat"]
+__all__ = ["DONE", "ChatView", "handle"]
 
 DONE = b"data: [DONE]\n\n"
-_METRICS = ("v_l2", "k_l2", "kv_l2", "cosine")
 
 
 async def handle(request: Request, service: Service) -> Any:
-    fields = await read_fields(request, service)
-    generation = read_chat(fields, service)
-    headers = check_unknown(fields, service)
+    generation, headers = await read_body(request, service, _read)
     view = ChatView(service, Call.of(request), generation)
     return await answer(request, service, generation, view, headers)
 
 
-def read_chat(fields: Fields, service: Service) -> Generation:
+def _read(fields: Fields, service: Service) -> Generation:
     """The request of a body. Problem for what is wrong with it."""
     service.facts.check_name(fields)
     stream, include_usage = common.read_stream(fields)
@@ -50,14 +48,15 @@ def read_chat(fields: Fields, service: Service) -> Generation:
         "stop": common.read_stop(fields, service.limits),
         "template_args": common.read_template_args(fields) or None,
     }
-    options |= _read_documents(fields, service)
+    messages = common.read_messages(fields, service.limits)
+    options |= read_documents(fields, messages, service.limits)
     _refuse_what_is_not_there(fields)
     wanted = read_wanted(fields)
     tools = read_tools(fields, service.limits, service.tool_parser, service.template, wanted)
     if tools is not None:
         options["template_args"] = {**(options["template_args"] or {}), "tools": tools.entries}
     return Generation(
-        [common.read_messages(fields, service.limits)],
+        [messages],
         {name: value for name, value in options.items() if value is not None}
         | {"logprobs": logprobs},
         common.read_salt(fields),
@@ -67,54 +66,6 @@ def read_chat(fields: Fields, service: Service) -> Generation:
         fields.boolean("return_token_ids"),
         None if tools is None else service.tool_parser,
     ).hand_over(read_handover(fields, stream)).hold(wanted if tools is None else tools.answer)
-
-
-def _read_documents(fields: Fields, service: Service) -> dict[str, Any]:
-    """Texts that stand before the conversation, or "auto", and how they are blended; without
-    `blend` all of their tokens are computed."""
-    if fields.any("documents") == "auto":
-        if not fields.has("blend"):
-            fields.refuse("documents", 'a list of texts, or "auto" with blend')
-        return {"documents": "auto", "blend": _read_blend(fields)}
-    documents = fields.entries("documents", service.limits.documents)
-    if not documents:
-        if fields.has("blend"):
-            fields.refuse("blend", "given together with documents")
-        return {}
-    if not all(isinstance(document, str) and document.strip() for document in documents):
-        fields.refuse("documents", "a list of texts that are not empty")
-    for index, document in enumerate(documents):
-        check_text(document, f"documents[{index}]")
-    return {"documents": documents, "blend": _read_blend(fields)}
-
-
-def _read_blend(fields: Fields) -> float | str | dict[str, Any] | None:
-    """The part of the documents' tokens that is computed again, or an object of options."""
-    blend = fields.any("blend")
-    if not isinstance(blend, dict):
-        return _read_ratio(fields, "blend")
-    given = Fields(blend, "blend")
-    learn = "idle" if given.any("learn") == "idle" else given.boolean("learn", True)
-    options = {
-        "ratio": _read_ratio(given, "ratio"),
-        "metric": given.choice("metric", _METRICS, _METRICS[0]),
-        "link_tokens": given.integer("link_tokens", 0, common.TOKENS_MAX),
-        "min_tokens": given.integer("min_tokens", 0, common.TOKENS_MAX),
-        "learn": learn,
-        "contextual": given.boolean("contextual"),
-    }
-    for name in given.unknown():
-        raise Problem(
-            400,
-            f"{name} is not an option of a blend; options are {', '.join(options)}",
-            param=name,
-            code="invalid_value",
-        )
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _read_ratio(fields: Fields, name: str) -> float | str | None:
-    return "auto" if fields.any(name) == "auto" else fields.number(name, 0, 1)
 
 
 def _read_logprobs(fields: Fields, service: Service) -> int | None:
@@ -170,9 +121,9 @@ class ChatView(View):
         choices = [self._choice(delta) for delta in deltas if delta.is_news(keep)]
         return (self._chunk(choices),) if choices else ()
 
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        kind = {"object": "chat.completion.chunk"}
-        return event({**self._head, **kind, "choices": choices, **more})
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        told = {"usage": usage} if self.generation.include_usage else {}
+        return event({**self._head, "object": "chat.completion.chunk", "choices": choices, **told})
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         content: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from quire.engine import Prompt, Result
 from quire.serve import generation as common
 from quire.serve._streams import Delta
-from quire.serve.calls import Call, check_unknown, read_fields
+from quire.serve.calls import Call, read_body
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
 from quire.serve.grammars import read_wanted
@@ -29,9 +29,7 @@ _MAX_TOKENS = 16  # OpenAI's default of this API
 
 
 async def handle(request: Request, service: Service) -> Any:
-    fields = await read_fields(request, service)
-    generation = _read(fields, service)
-    headers = check_unknown(fields, service)
+    generation, headers = await read_body(request, service, _read)
     view = _CompletionView(service, Call.of(request), generation)
     return await answer(request, service, generation, view, headers)
 
@@ -49,8 +47,9 @@ def _read(fields: Fields, service: Service) -> Generation:
     fields.only("suffix", "")
     fields.only("echo", False)
     fields.only("add_special_tokens", True)
+    positions = common.TOKENS_MAX if options.get("window") else service.facts.positions
     return Generation(
-        read_prompts(fields, service),
+        read_prompts(fields, service, positions),
         {name: value for name, value in options.items() if value is not None}
         | {"logprobs": logprobs},
         common.read_salt(fields),
@@ -62,25 +61,28 @@ def _read(fields: Fields, service: Service) -> Generation:
     ).hand_over(read_handover(fields, stream)).hold(read_wanted(fields))
 
 
-def read_prompts(fields: Fields, service: Service) -> list[Prompt]:
-    """A text or token ids, or a list of these."""
+def read_prompts(fields: Fields, service: Service, positions: int) -> list[Prompt]:
+    """A text or token ids, or a list of these. positions: the most tokens that ever fit."""
     value = fields.any("prompt")
     is_one = isinstance(value, str) or (
         isinstance(value, list) and value and type(value[0]) is int
     )
     if is_one:
-        return [_prompt(fields, "prompt", value, service)]
+        return [_prompt("prompt", value, service, positions)]
     most = service.limits.prompts
     if not isinstance(value, list) or not 1 <= len(value) <= most:
         must = f"a text that is not empty, a list of token ids, or a list of 1 to {most} of these"
         fields.refuse("prompt", must)
-    return [_prompt(fields, f"prompt[{i}]", each, service) for i, each in enumerate(value)]
+    return [_prompt(f"prompt[{i}]", each, service, positions) for i, each in enumerate(value)]
 
 
-def _prompt(fields: Fields, place: str, value: Any, service: Service) -> Prompt:
+def _prompt(place: str, value: Any, service: Service, positions: int) -> Prompt:
     if isinstance(value, str) and value:
         common.check_text(value, place)
         return value
+    if isinstance(value, list) and len(value) > positions:  # megabytes that would wait for a turn
+        message = f"{place} has {len(value)} tokens; the model has {positions} positions"
+        raise Problem(413, message, param=place, code="context_length_exceeded")
     vocab_size = service.facts.vocab_size
     if isinstance(value, list) and value and all(type(id) is int for id in value):
         wrong = next((id for id in value if not 0 <= id < vocab_size), None)
@@ -117,7 +119,11 @@ class _CompletionView(View):
     def step(self, deltas: list[Delta]) -> Iterable[bytes]:
         keep = self.generation.return_ids
         choices = [self._choice(delta) for delta in deltas if delta.is_news(keep)]
-        return (event({**self._head, "choices": choices}),) if choices else ()
+        return (self._chunk(choices, None),) if choices else ()
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
+        told = {"usage": usage} if self.generation.include_usage else {}
+        return event({**self._head, "choices": choices, **told})
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         choice = {
@@ -147,7 +153,7 @@ class _CompletionView(View):
 
     def end(self, result: Result) -> Iterable[bytes]:
         if self.generation.include_usage:
-            yield event({**self._head, "choices": [], "usage": usage_of(result)})
+            yield self._chunk([], usage_of(result))
         yield DONE
 
     def failed(self, problem: Problem) -> bytes:

@@ -13,14 +13,15 @@ from quire.engine import Result, Usage
 from quire.serve import generation as common
 from quire.serve._streams import Delta
 from quire.serve.bounded_json import parse_object
-from quire.serve.calls import Call, check_unknown, read_fields
+from quire.serve.calls import Call, read_body
+from quire.serve.documents import check_documents, read_documents
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
 from quire.serve.grammars import Wanted, read_inner_format
 from quire.serve.kept_responses import Messages, new_response_id
 from quire.serve.problems import Problem
 from quire.serve.responses import View, answer, event
-from quire.serve.service import Service, guesses_of, origin_of
+from quire.serve.service import Service, blend_of, guesses_of, origin_of
 from quire.serve.tool_parser import Call as ToolCall
 from quire.serve.tool_parser import ToolParser, call_id
 from quire.serve.tools import Tools, read_tools
@@ -29,31 +30,38 @@ __all__ = ["handle"]
 
 
 async def handle(request: Request, service: Service) -> Any:
-    fields = await read_fields(request, service)
-    call = Call.of(request)
-    asked = _read(fields, service, call)
-    headers = check_unknown(fields, service)
+    asked, headers = await read_body(request, service, _read)
+    asked.call = Call.of(request)
+    if asked.previous is not None:
+        asked.follow(service.kept.get(asked.call.tenant.name, asked.previous))
     return await answer(request, service, asked.generation, _ResponseView(asked), headers)
 
 
 @dataclasses.dataclass
 class _Asked:
-    """messages: without the instructions, which are of one response alone. echo: fields that the
-    response repeats."""
+    """system: the instructions, which are of one response alone. messages: the others. echo: fields
+    that the response repeats. previous: the response that it follows."""
 
     service: Service
-    call: Call
     generation: Generation
+    system: Messages
     messages: Messages
     store: bool
     echo: dict[str, Any]
+    previous: str | None = None
+    call: Call = dataclasses.field(init=False)  # once the body was read
+
+    def follow(self, earlier: Messages) -> None:
+        """These messages came before."""
+        self.messages = [*earlier, *self.messages]
+        check_documents(self.generation.options, self.messages, self.service.limits)
+        self.generation.prompts = [[*self.system, *self.messages]]
 
 
-def _read(fields: Fields, service: Service, call: Call) -> _Asked:
+def _read(fields: Fields, service: Service) -> _Asked:
     service.facts.check_name(fields)
     previous = fields.text("previous_response_id", 256)
-    messages = [] if previous is None else list(service.kept.get(call.tenant.name, previous))
-    messages += _read_input(fields, service)
+    messages = _read_input(fields, service)
     instructions = fields.text("instructions")
     wanted = read_inner_format(fields, "text")
     tools = _read_tools(fields, service, wanted)
@@ -69,11 +77,11 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
         options["template_args"] = {"tools": tools.entries}
     _refuse_what_is_not_there(fields)
     system = [] if instructions is None else [{"role": "system", "content": instructions}]
-    metadata = fields.any("metadata")
+    options |= read_documents(fields, messages, service.limits, follows=previous is not None)
     echo = {
         "instructions": instructions,
         "max_output_tokens": max_tokens,
-        "metadata": metadata if isinstance(metadata, dict) else {},
+        "metadata": _read_metadata(fields),
         "parallel_tool_calls": fields.boolean("parallel_tool_calls", True),
         "previous_response_id": previous,
         "temperature": options.get("temperature"),
@@ -91,7 +99,23 @@ def _read(fields: Fields, service: Service, call: Call) -> _Asked:
         prompt_field="input",
     ).hold(wanted if tools is None else tools.answer)
     store = fields.boolean("store", True)
-    return _Asked(service, call, generation, messages, store, echo)
+    return _Asked(service, generation, system, messages, store, echo, previous)
+
+
+def _read_metadata(fields: Fields) -> dict[str, str]:
+    """What every event of the response repeats."""
+    found = fields.any("metadata")
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or len(found) > 16 or not all(map(_is_entry, found.items())):
+        must = "an object of at most 16 texts of at most 512 characters, with names of at most 64"
+        fields.refuse("metadata", must)
+    return dict(found)
+
+
+def _is_entry(entry: tuple[str, Any]) -> bool:
+    name, value = entry
+    return len(name) <= 64 and isinstance(value, str) and len(value) <= 512
 
 
 def _refuse_what_is_not_there(fields: Fields) -> None:
@@ -126,7 +150,7 @@ def _of_item(entry: Fields) -> Messages:
     if kind == "reasoning":
         return []
     if kind == "function_call_output":
-        output = common.text_of_content(entry, "output") or ""
+        output = common.content_of(entry, "output") or ""
         call_id = entry.text("call_id", 256) or ""
         return [{"role": "tool", "tool_call_id": call_id, "content": output}]
     if kind == "function_call":
@@ -140,7 +164,7 @@ def _of_item(entry: Fields) -> Messages:
         calls = [{**call, "function": function}]
         return [{"role": "assistant", "content": "", "tool_calls": calls}]
     role = entry.choice("role", ("user", "assistant", "system", "developer"), "")
-    content = common.text_of_content(entry, "content")
+    content = common.content_of(entry, "content")
     if not role or content is None:
         entry.refuse("role", "user, assistant, system or developer, beside a content")
     return [{"role": "system" if role == "developer" else role, "content": content}]
@@ -155,7 +179,8 @@ def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tool
         tools.append({"type": "function", "function": {name: entry.any(name) for name in names}})
     choice, parallel = fields.any("tool_choice"), fields.any("parallel_tool_calls")
     found = {"tools": tools or None, "tool_choice": choice, "parallel_tool_calls": parallel}
-    return read_tools(Fields(found), service.limits, service.tool_parser, service.template, format)
+    inner = Fields(found, aliases={"function": ""})
+    return read_tools(inner, service.limits, service.tool_parser, service.template, format)
 
 
 class _ResponseView(View):
@@ -191,25 +216,28 @@ class _ResponseView(View):
         return list(self._take(text, ended))
 
     def _take(self, text: str, ended: bool) -> Iterable[bytes]:
-        calls: list[ToolCall] = []
-        if self._tools is not None:
-            text, calls = self._tools.put(text)
-            if ended:
-                rest, more = self._tools.finish()
-                text, calls = text + rest, calls + more
-        if text:
-            if not self._open or self._items[-1]["type"] != "message":
-                yield from self._begin_message()
-            self._items[-1]["content"][0]["text"] += text
-            yield self._event("output_text.delta", **self._part, delta=text, logprobs=[])
-        for call in calls:
-            if call.name is not None:
-                yield from self._begin_call(call)
-            if call.arguments:
-                self._items[-1]["arguments"] += call.arguments
-                place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-                kind = "function_call_arguments.delta"
-                yield self._event(kind, **place, delta=call.arguments)
+        if self._tools is None:
+            yield from self._add_text(text)
+            return
+        for part in self._tools.parts(text, ended=ended):
+            yield from self._add_text(part) if isinstance(part, str) else self._add_call(part)
+
+    def _add_text(self, text: str) -> Iterable[bytes]:
+        if not text:
+            return
+        if not self._open or self._items[-1]["type"] != "message":
+            yield from self._begin_message()
+        self._items[-1]["content"][0]["text"] += text
+        yield self._event("output_text.delta", **self._part, delta=text, logprobs=[])
+
+    def _add_call(self, call: ToolCall) -> Iterable[bytes]:
+        if call.name is not None:
+            yield from self._begin_call(call)
+        if call.arguments:
+            self._items[-1]["arguments"] += call.arguments
+            place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+            kind = "function_call_arguments.delta"
+            yield self._event(kind, **place, delta=call.arguments)
 
     @property
     def _part(self) -> dict[str, Any]:
@@ -238,12 +266,12 @@ class _ResponseView(View):
         self._open = True
         return self._event("output_item.added", output_index=len(self._items) - 1, item=item)
 
-    def _end_item(self) -> Iterable[bytes]:
+    def _end_item(self, status: str = "completed") -> Iterable[bytes]:
         if not self._open:
             return
         self._open = False
         item = self._items[-1]
-        item["status"] = "completed"
+        item["status"] = status
         if item["type"] == "message":
             part = item["content"][0]
             yield self._event("output_text.done", **self._part, text=part["text"], logprobs=[])
@@ -255,7 +283,7 @@ class _ResponseView(View):
         yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)
 
     def end(self, result: Result) -> Iterable[bytes]:
-        yield from self._end_item()
+        yield from self._end_item(_status(result))
         response = self._ended(result)
         yield self._event(response["status"], response=response)
 
@@ -268,13 +296,13 @@ class _ResponseView(View):
     def whole(self, result: Result) -> dict[str, Any]:
         for _ in self._take(result.samples[0].text or "", ended=True):
             pass  # events are for streams; the items are what is left of them
-        for _ in self._end_item():
+        for _ in self._end_item(_status(result)):
             pass
         return self._ended(result)
 
     def _ended(self, result: Result) -> dict[str, Any]:
         self._keep()
-        if result.samples[0].finish_reason == "length":
+        if _status(result) == "incomplete":
             details = {"reason": "max_output_tokens"}
             usage = _usage(result.usage)
             return self._response("incomplete", incomplete_details=details, usage=usage)
@@ -304,6 +332,11 @@ class _ResponseView(View):
         }
 
 
+def _status(result: Result) -> str:
+    """What the answer is, and the item that is open at its end."""
+    return "incomplete" if result.samples[0].finish_reason == "length" else "completed"
+
+
 def _said(item: dict[str, Any]) -> Messages:
     """The messages of an item of an answer. A call that the answer's length has cut is none."""
     try:
@@ -314,6 +347,7 @@ def _said(item: dict[str, Any]) -> Messages:
 
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
+        **blend_of(usage),
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, **origin_of(usage)},
         "output_tokens": usage.completion_tokens,

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 import quire
 from quire.serve.calls import Call
 from quire.serve.metrics import TIERS
-from quire.serve.responses import STREAM_HEADERS, encoded_headers, event
+from quire.serve.responses import STREAM_HEADERS, encoded_headers, event, left
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
 
@@ -75,10 +75,13 @@ class _States:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = encoded_headers(STREAM_HEADERS)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        gone = asyncio.create_task(_left(receive))
+        if scope["method"] == "HEAD":  # it would keep the connection from further requests
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        gone = asyncio.create_task(left(receive))
         try:
             while not gone.done():
-                body = event(_state_of(self._service, self._tenant))
+                body = _event_of(self._service, self._tenant)
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 if self._service.draining:
                     break
@@ -88,15 +91,20 @@ class _States:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _state_of(service: Service, tenant: Tenant) -> dict[str, Any]:
-    """Sums over all clients, and of single blocks and requests what is the tenant's own."""
-    metrics = service.metrics
+def _event_of(service: Service, tenant: Tenant) -> bytes:
+    """Made once for all pages of a key: a thousand blocks take milliseconds of the event loop."""
     now = asyncio.get_running_loop().time()
+    view = service.held_kv.view(tenant, now)
+    events, key = service.held_kv.events, (tenant, service.draining)
+    found = events.get(key)
+    if found is None:
+        found = events[key] = event(_state_of(service, view, now))
+    return found
+
+
+def _state_of(service: Service, view: dict[str, Any], now: float) -> dict[str, Any]:
+    """Sums over all clients, and of single blocks and requests what is in the view."""
+    metrics = service.metrics
     times = service.engine.step_times()
     latencies = {
         "first_token": metrics.time_to_first_token,
@@ -115,7 +123,7 @@ def _state_of(service: Service, tenant: Tenant) -> dict[str, Any]:
         "tiers": _tiers(service),
         "misses": dict(sorted(metrics.misses.items())),
         "step_times": {"bounds": times.bounds, "counts": times.counts, "seconds": times.seconds},
-        "kv": service.held_kv.view(tenant, now),
+        "kv": view,
     }
 
 

@@ -37,6 +37,7 @@ _STATUS: dict[type[errors.QuireError], int] = {
 }
 _RETRY_SECONDS = 1
 _MESSAGE_CHARACTERS = 300
+_PARAM_CHARACTERS = 128
 
 
 class Problem(Exception):
@@ -64,7 +65,7 @@ class Problem(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.param = param
+        self.param = None if param is None else param[:_PARAM_CHARACTERS]
         self.code = code
         self.retry_after = retry_after
 

@@ -99,6 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._header_bytes = 0  # of the header that has not ended
         self._body_bytes = 0
+        self._framing_bytes = 0  # that came since the last ones of the body: trailers, extensions
         self._body_begin = 0.0  # since when the client could send
         self._body_bytes_before = 0  # what had come then
         self._upgrades = False  # the header asks for another protocol
@@ -170,9 +171,13 @@ class LimitedProtocol(HttpToolsProtocol):
             self._begin_header()
         if self._in_header:
             self._header_bytes += len(data)
+        self._framing_bytes += len(data)
         try:
             self.parser.feed_data(data)
-            if self._in_header and self._header_bytes > self._limits.header_bytes:
+            most = self._limits.header_bytes
+            if self._in_header and self._header_bytes > most:
+                raise _Refusal(self._header_too_large())
+            if self._in_body and self._framing_bytes > most:
                 raise _Refusal(self._header_too_large())
         except httptools.HttpParserUpgrade as upgrade:
             self._read_without_upgrade(data[upgrade.args[0] :])
@@ -234,13 +239,16 @@ class LimitedProtocol(HttpToolsProtocol):
             raise _Refusal(self._header_too_large())
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_body:
+            return  # a trailer: as a header it could be a key that nobody in front has seen
         super().on_header(name, value)
         if len(self.headers) > self._limits.header_count:
             message = f"the request has more than {self._limits.header_count} headers"
             raise _Refusal(self._book.refuse("header_count", 431, message))
 
     def on_headers_complete(self) -> None:
-        if not self.url.startswith(b"/"):
+        # A request for a tunnel asks for another protocol whatever its headers say.
+        if self.parser.get_method() == b"CONNECT" or not self.url.startswith(b"/"):
             raise _Refusal(self._invalid("the request's target must be a path"))
         if self.parser.should_upgrade():
             self._upgrades = True
@@ -251,7 +259,7 @@ class LimitedProtocol(HttpToolsProtocol):
             message = f"more than {self._limits.pipelined} requests wait on this connection"
             raise _Refusal(self._book.refuse("pipelined", 429, message))
         self._in_body = True
-        self._body_bytes = self._body_bytes_before = 0
+        self._body_bytes = self._body_bytes_before = self._framing_bytes = 0
         self._body_begin = self.loop.time()
         self._start_read_timer(self._limits.body_grace_seconds, self._check_body_rate)
         super().on_headers_complete()
@@ -282,6 +290,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
+        self._framing_bytes = 0
         if self._body_bytes > self._limits.body_bytes:
             raise _Refusal(self._body_too_large())
         super().on_body(body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import re
@@ -30,11 +31,13 @@ __all__ = [
     "answer",
     "encoded_headers",
     "event",
+    "left",
 ]
 
 PREFIX_HEADER = "x-quire-prefix"
 _PREFIX = re.compile(r"[0-9a-f]{16}")
 _PREFIX_TOKENS = 256
+_ENTRIES_ON_LOOP = 2000  # log-probabilities; more take milliseconds to be written
 _PING = b": ping\n\n"
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -58,7 +61,8 @@ class View(Protocol):
 
     def failed(self, problem: Problem) -> bytes: ...
 
-    def whole(self, result: Result) -> dict[str, Any]: ...
+    def whole(self, result: Result) -> dict[str, Any]:
+        """The complete answer; one with log-probabilities may be made on any thread."""
 
 
 # Characters that JSON has as they are, and at which some clients end a line.
@@ -71,7 +75,13 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
     for end, escaped in _LINE_ENDS.items():  # str.translate takes ten times as long as all else
         text = text.replace(end, escaped)
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {text}\n\n".encode()
+    return _encoded(f"{head}data: {text}\n\n")
+
+
+def _encoded(text: str) -> bytes:
+    """JSON in UTF-8. What repeats a body may have lone surrogates, which stay the escapes that they
+    were there."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 class JsonAnswer:
@@ -81,7 +91,7 @@ class JsonAnswer:
         self, content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
     ) -> None:
         self.status = status
-        self._body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+        self._body = _encoded(json.dumps(content, ensure_ascii=False, separators=(",", ":")))
         self._headers = headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,7 +120,7 @@ async def answer(
     """Submits, and gives what is to be sent. Problem for requests that are refused; ClientGone."""
     call = Call.of(request)
     told = told_of(generation.handover, service.prefill_endpoint)
-    submitted = await service.submit(generation, call.tenant)
+    submitted = await _submitted(request.receive, service, generation, call)
     call.facts["prompt_tokens"] = submitted.prompt_tokens
     headers = {**headers, PREFIX_HEADER: _prefix(request, call, generation, submitted)}
     if generation.stream:
@@ -120,7 +130,49 @@ async def answer(
             while await submitted.next(service.limits.ping_seconds) != []:
                 pass
             assert submitted.result is not None
-            return JsonAnswer({**view.whole(submitted.result), **told}, headers=headers)
+            make = functools.partial(_whole, view, submitted.result, told, headers)
+            if _entries(generation, submitted.result) <= _ENTRIES_ON_LOOP:
+                return make()
+            return await service.streams.run(call.tenant.name, make)
+
+
+def _whole(
+    view: View, result: Result, told: dict[str, Any], headers: dict[str, str]
+) -> JsonAnswer:
+    return JsonAnswer({**view.whole(result), **told}, headers=headers)
+
+
+def _entries(generation: Generation, result: Result) -> int:
+    """Log-probabilities that the answer has."""
+    if generation.logprobs is None:
+        return 0
+    return result.usage.completion_tokens * (1 + generation.logprobs)
+
+
+async def _submitted(
+    receive: Receive, service: Service, generation: Generation, call: Call
+) -> Answer:
+    """ClientGone: the client has left before its request was with the engine, which never gets
+    it."""
+    submitting = asyncio.create_task(service.submit(generation, call.tenant))
+    leaving = asyncio.create_task(left(receive))
+    try:
+        await asyncio.wait((submitting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not submitting.done():
+            call.facts["finish"] = "cancelled"
+            raise ClientGone
+        return submitting.result()
+    finally:
+        leaving.cancel()
+        if not submitting.done():
+            submitting.cancel()
+        del submitting  # a failure's traceback has this frame: both would stay
+
+
+async def left(receive: Receive) -> None:
+    """Returns once the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _prefix(request: Request, call: Call, generation: Generation, submitted: Answer) -> str:
@@ -219,8 +271,7 @@ async def _watching(receive: Receive, submitted: Answer) -> AsyncIterator[None]:
     """While it is open, the answer fails with ClientGone once the client has gone."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await left(receive)
         submitted.fail(ClientGone())
 
     watcher = asyncio.create_task(watch())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import math
 import resource
 import signal
 import socket
@@ -17,6 +18,7 @@ import uvicorn
 
 import quire
 from quire import errors
+from quire._prefill import OncePerCause
 from quire.engine import Engine
 from quire.serve.addresses import is_loopback
 from quire.serve.app import make_app
@@ -39,13 +41,13 @@ _LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
     """host: that clients may name beside those of this machine. names: of the model, for clients.
-    prefill_listen: where other processes have their prompts computed; None: nowhere.
-    drain_seconds: that running answers get after SIGTERM. tool_parser: one of tool_parser.PARSERS;
-        None:
-    by the template. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that
-    may ask. reads_verdict: whether the model's verdict about blending is
-    asked for at the start, which may read the weights, and not by the first request with documents.
-    in_effect: what the log gets of the options, by their names."""
+    tool_parser: one of tool_parser.PARSERS; None: by the template. prefill_listen: where other
+    processes have their prompts computed; None: nowhere. drain_seconds: that running answers get
+    after SIGTERM. tls_cert, tls_key: files in PEM; None: plain HTTP. origins: of web pages that may
+    ask. reads_verdict: whether the model's verdict about blending is asked for at the start, which
+    may read the weights, and not by the first request with documents. in_effect: what the log gets
+    of the options, by their names.
+    """
 
     host: str
     names: tuple[str, ...]
@@ -69,7 +71,7 @@ def serve(
     sockets: list[socket.socket],
     on_ready: Callable[[str], None],
 ) -> int:
-    """Answers until SIGINT or SIGTERM; returns the exit code. `on_ready` is told the URL.
+    """Answers until SIGINT, SIGTERM or SIGHUP; returns the exit code. `on_ready` is told the URL.
 
     The first signal refuses newcomers and lets answers end, and prompts for other processes; the
     second one, or `drain_seconds`, ends them with an error. sockets: of `bind`.
@@ -119,7 +121,7 @@ class _Server:
             await server.wait_started(listening)
             service.prefill_endpoint = self._serve_prefill()
             on_ready()
-            notify("READY=1")
+            self._notify("READY=1")
             await _first(ending, listening)
             await self._drain(service)
             server.should_exit = True
@@ -141,19 +143,25 @@ class _Server:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(note)
 
-        endpoint = self._engine.serve_prefill(listen, on_refused=refused)
+        endpoint = self._engine.serve_prefill(listen, on_refused=OncePerCause(refused))
         self._log.write("info", "prefill", endpoint=endpoint)
         return endpoint
 
+    def _notify(self, state: str) -> None:
+        try:
+            notify(state)
+        except OSError as error:  # a service manager that has gone ends no server
+            self._log.write("warning", "notify", state=state, error=str(error))
+
     async def _drain(self, service: Service) -> None:
         service.begin_drain()
-        notify("STOPPING=1")
+        self._notify("STOPPING=1")
         running = len(service.streams.answers)
         self._log.write("info", "draining", answers=running)
         await asyncio.to_thread(self._engine.end_prefill)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_seconds):
-                while service.streams.answers or service.stats()["served_waiting"] > 0:
+                while service.is_busy:
                     await asyncio.sleep(0.02)
         service.end_answers()
 
@@ -220,10 +228,10 @@ def _uvicorn_config(app: object, service: Service, options: ServerOptions) -> uv
         backlog=_BACKLOG,
         proxy_headers=False,
         server_header=False,
-        timeout_keep_alive=int(options.limits.idle_seconds),
+        timeout_keep_alive=math.ceil(options.limits.idle_seconds),
         # Answers have ended by then, and what clients have not taken goes with the protocol's
         # timers.
-        timeout_graceful_shutdown=int(options.limits.slow_client_seconds) + 1,
+        timeout_graceful_shutdown=math.ceil(options.limits.slow_client_seconds) + 1,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
     )
@@ -238,7 +246,9 @@ def _on_signals(ending: asyncio.Event, end_now: Callable[[], None]) -> Iterator[
             end_now()
         ending.set()
 
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup asks for
+        signals.append(signal.SIGHUP)  # its terminal has gone
     for number in signals:
         loop.add_signal_handler(number, heard)
     try:

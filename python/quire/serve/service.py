@@ -6,6 +6,7 @@ All of it belongs to the event loop's thread.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,7 +28,7 @@ from quire.serve.protocol import ConnectionBook
 from quire.serve.tenants import Tenant, Tenants
 from quire.serve.tool_parser import parser_of_template, special_texts
 
-__all__ = ["Service", "guesses_of", "origin_of", "usage_of"]
+__all__ = ["Service", "blend_of", "guesses_of", "origin_of", "usage_of"]
 
 _HEALTHY_SECONDS = 10.0
 _CHARACTERS_PER_TOKEN = 4.0  # of English, about; what a text costs is told by its tokens later
@@ -65,12 +66,14 @@ class Service:
         self.grammars = GrammarQueue(engine, limits, self.book.refuse)
         self.kept = KeptResponses(limits)
         self.held_kv = HeldKV(engine, tenants)
-        self.body_bytes = 0  # of all requests together
+        self.body_bytes: collections.Counter[str] = collections.Counter()  # in work, by key
         self.draining = False
         self.prefill_endpoint: str | None = None  # where other processes have prompts computed
         self._last_tokens: dict[Answer, float] = {}
         self._places: dict[Answer, Place] = {}
         self._probe: asyncio.Task[str | None] | None = None
+        self._submitting = 0  # requests that are on their way to the engine
+        self._ends = False  # an answer that begins now is over
         self._computed = 0
         self._fault: str | None = None  # why the engine does not tell how things stand
         self._last_progress = -math.inf
@@ -83,17 +86,35 @@ class Service:
 
     async def submit(self, generation: Generation, tenant: Tenant) -> Answer:
         """Problem for a request that is refused. The answer must be given to `finish`."""
+        self._submitting += 1
+        try:
+            return await self._submit(generation, tenant)
+        finally:
+            self._submitting -= 1
+
+    async def _submit(self, generation: Generation, tenant: Tenant) -> Answer:
         stats = self.stats()
-        place = self.admission.enter(tenant, self._cost(generation, stats), stats["waiting"])
+        waiting = stats["waiting"] - stats["learning"]  # the engine's own are no answers
+        place = self.admission.enter(tenant, self._cost(generation, stats), waiting)
         try:
             options = await self._options(generation, tenant)
-            answer = await self.streams.submit(generation.prompts, options, keep=generation.keep)  # type: ignore[arg-type]
+            answer = await self.streams.submit(
+                generation.prompts,
+                options,  # type: ignore[arg-type]
+                key=tenant.name,
+                keep=generation.keep,
+            )
         except BaseException as error:
             self._leave(place)
             if isinstance(error, errors.QuireError):
                 raise refusals.of_request(error, generation) from None
             raise
         self._places[answer] = place
+        # Tools, and texts of other alphabets, have more tokens than was guessed.
+        seconds = answer.prompt_tokens * stats["compute_ns_per_token"] * 1e-9
+        self.admission.note_prompt(place, seconds)
+        if self._ends:
+            answer.fail(_ending())
         if answer.first_token is not None:  # it came before this turn of the event loop
             self.admission.note_begun(place)
         return answer
@@ -101,6 +122,9 @@ class Service:
     def _cost(self, generation: Generation, stats: dict[str, int]) -> Cost:
         """What a request asks for, about: nothing of it is tokenized yet."""
         characters = sum(_characters(prompt) for prompt in generation.prompts)
+        documents = generation.options.get("documents", ())
+        if not isinstance(documents, str):  # "auto": they are in the prompt
+            characters += sum(map(len, documents))
         latency = self.metrics.inter_token_latency
         return Cost(
             samples=generation.samples,
@@ -151,7 +175,7 @@ class Service:
         if answer.result is None:
             self.metrics.note_finished(failed)
             return
-        self.admission.note_usage(tenant, answer.result.usage)
+        self.admission.note_usage(tenant, answer.result.usage, len(answer.result.samples))
         self.metrics.note_usage(answer.result.usage)
         for sample in answer.result.samples:
             self.metrics.note_finished(sample.finish_reason or failed)
@@ -237,10 +261,23 @@ class Service:
         """From now on requests are refused; what runs goes on."""
         self.draining = True
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether answers are in work or on their way to the engine, or prompts of others."""
+        if self.streams.answers or self._submitting:
+            return True
+        return self.stats()["served_waiting"] > 0
+
     def end_answers(self) -> None:
-        """Ends what still runs, each with an error that its client is told."""
+        """Ends what still runs, and what still begins, each with an error that its client is
+        told."""
+        self._ends = True
         for answer in list(self.streams.answers):
-            answer.fail(Problem(503, "the server is ending; ask again", code="shutting_down"))
+            answer.fail(_ending())
+
+
+def _ending() -> Problem:
+    return Problem(503, "the server is ending; ask again", code="shutting_down")
 
 
 def _characters(prompt: Any) -> float:
@@ -248,22 +285,31 @@ def _characters(prompt: Any) -> float:
     if isinstance(prompt, str):
         return len(prompt)
     if prompt and isinstance(prompt[0], Mapping):
-        return sum(len(str(message.get("content", ""))) for message in prompt)
+        return sum(_content_characters(message.get("content", "")) for message in prompt)
     return len(prompt) * _CHARACTERS_PER_TOKEN
+
+
+def _content_characters(content: Any) -> int:
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return sum(len(part["text"]) for part in parts)
 
 
 def usage_of(result: Result) -> dict[str, Any]:
     """The usage in OpenAI's form, and where the KV of the prompt came from."""
     usage = result.usage
-    blend = None if usage.blend is None else dataclasses.asdict(usage.blend)
     return {
-        **({} if blend is None else {"blend": blend}),
+        **blend_of(usage),
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **origin_of(usage)},
         "completion_tokens_details": guesses_of(usage),
     }
+
+
+def blend_of(usage: Usage) -> dict[str, Any]:
+    """How a prompt with `blend` was made; nothing of others."""
+    return {} if usage.blend is None else {"blend": dataclasses.asdict(usage.blend)}
 
 
 def origin_of(usage: Usage) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import hmac
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -48,30 +48,32 @@ class Tenants:
     """The keys that are known; none: every request is of one tenant and needs no key."""
 
     def __init__(self, tenants: Iterable[Tenant] = ()) -> None:
-        self._tenants = [(_digest(tenant.secret), tenant) for tenant in tenants]
-        self.share_total = sum(tenant.share for _, tenant in self._tenants) or 1
+        self._digest_key = secrets.token_bytes(32)
+        self._tenants = {self._digest(tenant.secret): tenant for tenant in tenants}
+        self.share_total = sum(tenant.share for tenant in self) or 1
 
     @property
     def need_keys(self) -> bool:
         return bool(self._tenants)
 
     def __iter__(self) -> Iterator[Tenant]:
-        return (tenant for _, tenant in self._tenants)
+        return iter(self._tenants.values())
 
     def find(self, headers: Mapping[str, str]) -> Tenant | None:
         """The tenant of `Authorization: Bearer KEY` or `x-api-key: KEY`; None: the key is missing
-        or unknown. The time does not depend on how much of a key was right, nor on which it is."""
+        or unknown. The time does not depend on how much of a key was right: what is looked for is a
+        digest that nobody outside can choose. Nor does it grow with the number of keys."""
         if not self._tenants:
             return ANYONE
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")
-        given = _digest(key.strip().encode("latin-1", "replace"))
-        found = None
-        for digest, tenant in self._tenants:
-            if hmac.compare_digest(digest, given):
-                found = tenant
-        return found
+        given = key.strip().encode("latin-1", "replace")
+        found = self._tenants.get(self._digest(given))
+        return found if found is not None and hmac.compare_digest(found.secret, given) else None
+
+    def _digest(self, secret: bytes) -> bytes:
+        return hmac.digest(self._digest_key, secret, "sha256")
 
 
 def read_api_keys(path: Path) -> Tenants:
@@ -84,11 +86,12 @@ def read_api_keys(path: Path) -> Tenants:
     if len(content) > _FILE_BYTES_MAX:
         raise errors.BadArgumentError(f"{path}: has more than {_FILE_BYTES_MAX} bytes")
     tenants: list[Tenant] = []
+    seen: set[str | bytes] = set()  # names and keys
     for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
         words = line.split("#", 1)[0].split()
         if words:
             try:
-                tenants.append(_tenant(words, tenants))
+                tenants.append(_tenant(words, seen))
             except ValueError as error:
                 raise errors.BadArgumentError(f"{path}: line {number}: {error}") from None
     if not 1 <= len(tenants) <= _TENANTS_MAX:
@@ -98,7 +101,7 @@ def read_api_keys(path: Path) -> Tenants:
     return Tenants(tenants)
 
 
-def _tenant(words: list[str], known: list[Tenant]) -> Tenant:
+def _tenant(words: list[str], seen: set[str | bytes]) -> Tenant:
     if not 2 <= len(words) <= 3:
         raise ValueError('must be "NAME KEY" or "NAME KEY SHARE"')
     name, key, share = (*words, "1")[:3]
@@ -109,10 +112,7 @@ def _tenant(words: list[str], known: list[Tenant]) -> Tenant:
     if not re.fullmatch(r"[1-9][0-9]{0,6}", share) or int(share) > _SHARE_MAX:
         raise ValueError(f"the share must be an integer from 1 to {_SHARE_MAX}")
     secret = key.encode()
-    if any(tenant.name == name or tenant.secret == secret for tenant in known):
+    if name in seen or secret in seen:
         raise ValueError("the name or the key stands in an earlier line")
+    seen.update((name, secret))
     return Tenant(name, int(share), secret)
-
-
-def _digest(secret: bytes) -> bytes:
-    return hashlib.sha256(secret).digest()

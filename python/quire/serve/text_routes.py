@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 import quire
 from quire.serve import generation as common
-from quire.serve.calls import Call, check_unknown, read_fields
+from quire.serve.calls import Call, read_body
+from quire.serve.fields import Fields
 from quire.serve.guard import STRANGER
 from quire.serve.metrics import CONTENT_TYPE
 from quire.serve.prefill_pairs import engine_id
 from quire.serve.problems import Problem, from_engine
 from quire.serve.responses import JsonAnswer
 from quire.serve.service import Service
+from quire.text import Tokenizer
 
 __all__ = [
     "detokenize",
@@ -30,10 +34,24 @@ __all__ = [
     "version",
 ]
 
+T = TypeVar("T")
+_TOKENS_MAX = 65_536  # of /detokenize, where the model has no more positions
+
 
 async def tokenize(request: Request, service: Service) -> Any:
     """The token ids of a `prompt`, or of `messages` put through the chat template."""
-    fields = await read_fields(request, service)
+    encode, headers = await read_body(request, service, _read_text)
+
+    def made() -> JsonAnswer:  # in the thread, too: of a million tokens it takes tenths of a second
+        ids = encode()
+        content = {"tokens": ids, "count": len(ids), "max_model_len": service.facts.positions}
+        return JsonAnswer(content, headers=headers)
+
+    return await _run(request, service, made)
+
+
+def _read_text(fields: Fields, service: Service) -> Callable[[], list[int]]:
+    """What encodes it."""
     service.facts.check_name(fields)
     tokenizer = service.engine.tokenizer
     if fields.has("messages"):
@@ -41,36 +59,43 @@ async def tokenize(request: Request, service: Service) -> Any:
         variables = common.read_template_args(fields)
         fields.only("add_generation_prompt", True)
         fields.only("add_special_tokens", False)
-        headers = check_unknown(fields, service)
-        ids = await _run(service, lambda: tokenizer.encode_chat(messages, **variables))
-    else:
-        prompt = fields.text("prompt")
-        if prompt is None:
-            fields.refuse("prompt", "a text; or give messages")
-        special = fields.boolean("add_special_tokens", True)
-        headers = check_unknown(fields, service)
-        ids = await _run(service, lambda: tokenizer.encode(prompt, add_special_tokens=special))
-    content = {"tokens": ids, "count": len(ids), "max_model_len": service.facts.positions}
-    return JsonAnswer(content, headers=headers)
+        return functools.partial(_chat_ids, tokenizer, messages, variables)
+    prompt = fields.text("prompt")
+    if prompt is None:
+        fields.refuse("prompt", "a text; or give messages")
+    special = fields.boolean("add_special_tokens", True)
+    return functools.partial(tokenizer.encode, prompt, add_special_tokens=special)
+
+
+def _chat_ids(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: dict[str, Any]
+) -> list[int]:
+    """As a chat with these arguments of the template, of which a client chose the names."""
+    if tokenizer.chat_template is not None:
+        tokenizer.chat_template.check_variables(variables)
+    return tokenizer.encode_chat(messages, **variables)
 
 
 async def detokenize(request: Request, service: Service) -> Any:
     """The text of `tokens`."""
-    fields = await read_fields(request, service)
-    service.facts.check_name(fields)
-    ids = fields.any("tokens")
-    vocab_size = service.facts.vocab_size
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-        fields.refuse("tokens", f"a list of token ids from 0 to {vocab_size - 1}")
-    headers = check_unknown(fields, service)
-    tokenizer = service.engine.tokenizer
-    text = await _run(service, lambda: tokenizer.decode(ids, skip_special_tokens=False))
+    decode, headers = await read_body(request, service, _read_tokens)
+    text = await _run(request, service, decode)
     return JsonAnswer({"prompt": text}, headers=headers)
 
 
-async def _run(service: Service, function: Any) -> Any:
+def _read_tokens(fields: Fields, service: Service) -> Callable[[], str]:
+    """What decodes them."""
+    service.facts.check_name(fields)
+    ids = fields.entries("tokens", max(service.facts.positions, _TOKENS_MAX))
+    vocab_size = service.facts.vocab_size
+    if ids is None or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        fields.refuse("tokens", f"a list of token ids from 0 to {vocab_size - 1}")
+    return functools.partial(service.engine.tokenizer.decode, ids, skip_special_tokens=False)
+
+
+async def _run(request: Request, service: Service, function: Callable[[], T]) -> T:
     try:
-        return await service.streams.run(function)
+        return await service.streams.run(Call.of(request).tenant.name, function)
     except quire.QuireError as error:
         raise from_engine(error) from None
 
@@ -92,6 +117,7 @@ async def models(request: Request, service: Service) -> Any:
 
 
 async def model(request: Request, service: Service) -> Any:
+    Call.of(request).route = "/v1/models/NAME"
     name = request.path_params["name"]
     if name not in service.facts.names:
         raise Problem(404, f"the model {name[:80]!r} is not served here", code="model_not_found")

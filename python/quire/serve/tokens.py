@@ -17,19 +17,29 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
+        self._known: dict[int, tuple[str, list[int] | None]] = {}
 
     def text(self, id: int) -> str:
         """Special tokens have theirs, too; a part of a character is U+FFFD."""
-        if id not in self._texts:
-            self._texts[id] = self._tokenizer.decode([id], skip_special_tokens=False)
-        return self._texts[id]
+        return self._token(id)[0]
 
     def entry(self, id: int, logprob: float) -> dict[str, Any]:
-        """A token in OpenAI's form. bytes: null for a part of a character."""
-        text = self.text(id)
-        data = None if _REPLACEMENT in text else list(text.encode("utf-8"))
+        """A token in OpenAI's form. bytes: those of all tokens joined are the answer's; null where
+        they are not known."""
+        text, data = self._token(id)
         return {"token": text, "logprob": logprob, "bytes": data}
+
+    def _token(self, id: int) -> tuple[str, list[int] | None]:
+        found = self._known.get(id)
+        if found is None:
+            data = self._tokenizer.bytes_of(id)
+            if data is not None:
+                found = data.decode("utf-8", "replace"), list(data)
+            else:
+                text = self._tokenizer.decode([id], skip_special_tokens=False)
+                found = text, None if _REPLACEMENT in text else list(text.encode("utf-8"))
+            self._known[id] = found
+        return found
 
     def entries(
         self,

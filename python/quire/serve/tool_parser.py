@@ -25,8 +25,8 @@ __all__ = [
     "Call",
     "CallTexts",
     "ToolParser",
-    "call_texts",
     "call_id",
+    "call_texts",
     "parser_of_template",
     "special_texts",
 ]
@@ -41,6 +41,10 @@ class Call:
     index: int
     name: str | None
     arguments: str
+
+
+Part = str | Call
+"""What an answer consists of, in the order of its text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +66,7 @@ class _Shape:
 @dataclasses.dataclass(frozen=True)
 class _Format:
     """open: begins a call within text; "": the answer itself is the call. silent: tags around
-        calls,
-    which are no text of the answer. special: tokens that are tags here."""
+    calls, which are no text of the answer. special: tokens that are tags here."""
 
     open: str
     shapes: tuple[_Shape, ...]
@@ -175,7 +178,8 @@ def call_id(kind: str | None, prefix: str, id: str) -> str:
 class ToolParser:
     """Reads the text of one answer.
 
-    The order of calls: `put` for each piece of text, `finish` once. calls: those that have begun.
+    The order of calls: `put` or `parts` for each piece of text, `finish` or `rest` once. calls:
+    those that have begun.
 
     The held text is in one of five places: in *text*, before an opening tag; in a *head*, behind
     one; in *arguments*; in the *tail* of a call, behind them; or *between* two calls of a row.
@@ -191,56 +195,65 @@ class ToolParser:
         self.calls = 0
 
     def put(self, text: str) -> tuple[str, list[Call]]:
-        """The text and the parts of calls that are certain by now."""
-        self._held += text
-        texts: list[str] = []
-        found: list[Call] = []
-        while self._step(texts, found):
-            pass
-        return "".join(texts), found
+        """The text and the parts of calls that are certain by now, where their order does not
+        matter."""
+        return _apart(self.parts(text))
 
     def finish(self) -> tuple[str, list[Call]]:
-        """The rest. A call that did not end keeps what came of its arguments."""
-        text, found = self.put("")
+        """The rest, as `put` gives it."""
+        return _apart(self.rest())
+
+    def parts(self, text: str, *, ended: bool = False) -> list[Part]:
+        """What is certain by now; all of it if the answer has ended."""
+        self._held += text
+        found: list[Part] = []
+        while self._step(found):
+            pass
+        return [part for part in found if part != ""] + (self.rest() if ended else [])
+
+    def rest(self) -> list[Part]:
+        """What waited for more. A call that did not end keeps what came of its arguments."""
+        found = self.parts("")
         held, self._held = self._held, ""
         if self._place in ("arguments", "tail") or (self.calls > 0 and not held.strip()):
-            return text, found
+            return found
         # Without a tag around it an object with a name and no arguments is an answer.
         tagged = bool(self._format.open)
         calls = _whole_calls(held, tagged) if self._place == "head" else None
         if calls is not None:
-            return text, found + self._numbered(calls)
-        return text + (self._format.open if self._place == "head" else "") + held, found
+            return [*found, *self._numbered(calls)]
+        text = (self._format.open if self._place == "head" else "") + held
+        return [*found, text] if text else found
 
-    def _step(self, texts: list[str], found: list[Call]) -> bool:
+    def _step(self, found: list[Part]) -> bool:
         """Takes a part of the held text; False when more must come first."""
         if self._place == "plain":  # no call can come any more
-            texts.append(self._held)
+            found.append(self._held)
             self._held = ""
             return False
         if self._place == "text":
-            return self._find_open(texts)
+            return self._find_open(found)
         if self._place == "answer":
             return self._find_object()
         if self._place == "head":
-            return self._read_head(texts, found)
+            return self._read_head(found)
         if self._place == "arguments":
             return self._read_arguments(found)
         return self._read_tail() if self._place == "tail" else self._read_between()
 
-    def _find_open(self, texts: list[str]) -> bool:
+    def _find_open(self, found: list[Part]) -> bool:
         places = [(place, tag) for tag in self._format.tags if (place := self._held.find(tag)) >= 0]
         if places:
             place, tag = min(places)
             # Blanks around calls are no text of the answer.
-            texts.append(self._held[:place].rstrip())
+            found.append(self._held[:place].rstrip())
             self._held = self._held[place + len(tag) :]
             self._place = "head" if tag == self._format.open else "text"
             return True
         keep = max(_possible_start(self._held, tag) for tag in self._format.tags)
         # Blanks wait, too: a call may follow them.
         keep = max(keep, len(self._held) - len(self._held[: len(self._held) - keep].rstrip()))
-        texts.append(self._held[: len(self._held) - keep])
+        found.append(self._held[: len(self._held) - keep])
         self._held = self._held[len(self._held) - keep :]
         return False
 
@@ -253,7 +266,7 @@ class ToolParser:
             self._held = start
         return True
 
-    def _read_head(self, texts: list[str], found: list[Call]) -> bool:
+    def _read_head(self, found: list[Part]) -> bool:
         for shape in self._format.shapes:
             head = shape.head.match(self._held)
             if head is not None and NAME.fullmatch(head[1]):
@@ -272,7 +285,7 @@ class ToolParser:
         self._place = "text"
         calls = _whole_calls(whole, tagged=True)
         if calls is None:
-            texts.append(self._format.open + whole + close)
+            found.append(self._format.open + whole + close)
         else:
             found += self._numbered(calls)
         return True
@@ -282,7 +295,7 @@ class ToolParser:
         self.calls += len(calls)
         return [Call(begin + index, *call) for index, call in enumerate(calls)]
 
-    def _read_arguments(self, found: list[Call]) -> bool:
+    def _read_arguments(self, found: list[Part]) -> bool:
         taken = self._reader.take(self._held)
         if taken:
             found.append(Call(self.calls - 1, None, self._held[:taken]))
@@ -312,6 +325,11 @@ class ToolParser:
         else:
             self._place = "text" if self._format.open else "plain"
         return True
+
+
+def _apart(parts: list[Part]) -> tuple[str, list[Call]]:
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts), [part for part in parts if isinstance(part, Call)]
 
 
 class _Arguments:

@@ -43,6 +43,8 @@ def read_tools(
     choice = _read_choice(fields)
     single = not fields.boolean("parallel_tool_calls", True)
     tools = [_tool(entry) for entry in entries]
+    for entry in entries:
+        fields.leave(entry)
     if not tools and choice not in ("auto", "none"):
         fields.refuse("tool_choice", "auto or none where there are no tools")
     if not tools or choice == "none":
@@ -158,6 +160,9 @@ def _read_choice(fields: Fields) -> str:
     named.only("type", "function")
     inner = named.object("function") if named.has("function") else named
     name = None if inner is None else inner.text("name", 256)
+    if inner is not None and inner is not named:
+        named.leave(inner)
+    fields.leave(named)
     if not name or not NAME.fullmatch(name) or name in ("auto", "none", "required"):
         fields.refuse("tool_choice", "auto, none, required, or an object with a function's name")
     return name
@@ -173,7 +178,9 @@ def _tool(entry: Fields) -> _Tool:
     found: dict[str, Any] = {"name": name, "description": function.text("description") or ""}
     found["parameters"] = {} if parameters is None else function.any("parameters")
     listed = {"type": "function", "function": found}
-    return _Tool(listed, function.name("parameters"), function.boolean("strict"))
+    strict = function.boolean("strict")
+    entry.leave(function)
+    return _Tool(listed, function.name("parameters"), strict)
 
 
 def _tag(tool: _Tool, texts: CallTexts, held: bool) -> dict[str, Any]:

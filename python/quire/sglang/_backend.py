@@ -262,6 +262,7 @@ class QuireHiCacheStorage(StorageBase):  # type: ignore[misc]
         level.reader.forget()
         self._store.flush(self._options.store_timeout)
         self._store.clear(level.space.passport, cache_salt=self._options.salt)
+        level.reader.forget()  # what a call beside this one has kept meanwhile
 
     def statistics(self) -> dict[str, Any]:
         """Counts of this object, for people and tests: SGLang has its own metrics.

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire import errors
-from quire._numbers import real, text
-from quire._options import STORE
-from quire.store import read_key_file
+from quire._numbers import text, timeout
+from quire._store_arguments import store_arguments
 
 __all__ = ["Options", "shard_name"]
 
@@ -39,16 +38,12 @@ class Options:
     def read(cls, extra: Mapping[str, Any], model: str | None) -> Options:
         """Raises BadArgumentError for an unknown name or a wrong value."""
         left = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
-        store = {name: left.pop(name) for name in ("directory", *STORE) if name in left}
-        if "key" in store:
-            raise errors.BadArgumentError(f"{_WHERE}: key is given by its file, as key_file")
-        if (key_file := left.pop("key_file", None)) is not None:
-            store["key"] = read_key_file(key_file)
+        store = store_arguments(left, _WHERE)
         options = cls(
             store=store,
-            model=text(left.pop("model", model or ""), "model"),
-            revision=text(left.pop("revision", ""), "revision"),
-            salt=text(left.pop("cache_salt", ""), "cache_salt"),
+            model=text(left.pop("model", model or ""), f"{_WHERE}: model"),
+            revision=text(left.pop("revision", ""), f"{_WHERE}: revision"),
+            salt=text(left.pop("cache_salt", ""), f"{_WHERE}: cache_salt"),
             load_timeout=_seconds(left, "load_timeout", 10.0),
             store_timeout=_seconds(left, "store_timeout", 30.0),
         )
@@ -69,12 +64,7 @@ _WHERE = "QuireHiCacheStorage: the extra config"
 
 
 def _seconds(left: dict[str, Any], name: str, default: float) -> float:
-    seconds = real(left.pop(name, default), name)
-    if not 0 < seconds <= 3600:
-        raise errors.BadArgumentError(
-            f"{_WHERE}: {name} is {seconds}; it must be above 0 and at most 3600 seconds"
-        )
-    return seconds
+    return timeout(left.pop(name, default), f"{_WHERE}: {name}", 3600.0)
 
 
 def shard_name(config: Any) -> str:

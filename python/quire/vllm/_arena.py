@@ -17,7 +17,9 @@ import numpy as np
 
 import quire
 from quire import errors
-from quire.vllm._blocks import HostBlocks
+from quire.vllm._blocks import HostBlocks, block_memory
+from quire.vllm._groups import KvGroup
+from quire.vllm._order import KernelOrder
 
 __all__ = ["Arena", "ArenaView", "SharedChunks", "Slot"]
 
@@ -31,11 +33,12 @@ def _header_bytes(slot_count: int) -> int:
 
 
 class Arena:
-    """slots of chunk_bytes; chunk i's layers lie one after the other, layer_bytes each."""
+    """Slots of a chunk each, as the worker's blocks have it: a group's layers one after the
+    other."""
 
-    def __init__(self, bytes_max: int, layer_bytes: int, layer_count: int) -> None:
-        self.layer_bytes, self.layer_count = layer_bytes, layer_count
-        chunk_bytes = layer_bytes * layer_count
+    def __init__(self, bytes_max: int, group: KvGroup) -> None:
+        self._part, self.layer_count = group.part, len(group.layer_names)
+        chunk_bytes = group.layer_bytes * self.layer_count
         self.slot_count = max(1, bytes_max // chunk_bytes)
         header = _header_bytes(self.slot_count)
         self.bytes = header + self.slot_count * chunk_bytes
@@ -43,14 +46,16 @@ class Arena:
         os.ftruncate(self.descriptor, self.bytes)
         self._map = mmap.mmap(self.descriptor, self.bytes)
         self._numbers = np.frombuffer(self._map, np.uint64, self.slot_count)
-        slots = np.frombuffer(self._map, np.uint8, offset=header).reshape(
-            self.slot_count, layer_count, layer_bytes
-        )
-        self._memory = quire.BlockMemory(
-            {("latent", layer): slots[:, layer] for layer in range(layer_count)}
-        )
+        pages = np.frombuffer(self._map, np.uint8, offset=header).reshape(-1, group.page_bytes)
+        self._layers = [pages[self._part * i :] for i in range(self.layer_count)]
+        self.set_order(None)
         self._free = list(range(self.slot_count))
         self._leased: set[Slot] = set()
+
+    def set_order(self, order: KernelOrder | None) -> None:
+        """How keys and values lie in the worker's blocks; None: chunks are blocks as they are.
+        REQUIRES: nothing is leased."""
+        self._memory = block_memory(self._layers, order)
 
     @property
     def free_count(self) -> int:
@@ -65,8 +70,10 @@ class Arena:
         slots = [(number, int(self._numbers[number])) for number in numbers]
         self._leased.update(slots)
         try:
+            step = self.layer_count * self._part
+            pages = [number * step + i for number in numbers for i in range(self._part)]
             for layer in range(self.layer_count if count else 0):
-                fetch.scatter(layer, self._memory, numbers, first=first, count=count)
+                fetch.scatter(layer, self._memory, pages, first=first, count=count)
         except BaseException:
             self.release(slots)
             raise
@@ -134,6 +141,3 @@ class SharedChunks:
         self, layer: int, first: int, count: int, target: HostBlocks, blocks: list[int]
     ) -> None:
         target.write(layer, blocks, self._view.layer(self._slots[first : first + count], layer))
-
-    def rows(self, layer: int, index: int) -> Any:
-        return self._view.layer(self._slots[index : index + 1], layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "ConnectorBase",
+    "HandshakeBase",
     "Metadata",
     "Statistics",
     "SupportsHMA",
@@ -19,11 +21,15 @@ __all__ = [
     "event_extra_keys",
     "event_hashes",
     "is_worker",
+    "log",
 ]
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
+log = logging.getLogger("vllm.quire" if HAS_VLLM else "quire.vllm")
+
 ConnectorBase: Any
+HandshakeBase: Any
 Metadata: Any
 WorkerMetadata: Any
 Statistics: Any
@@ -38,6 +44,7 @@ if HAS_VLLM:
     from vllm.distributed.kv_transfer.kv_connector.v1 import metrics as _vllm_metrics
 
     ConnectorBase = _vllm_base.KVConnectorBase_V1
+    HandshakeBase = getattr(_vllm_base, "KVConnectorHandshakeMetadata", object)
     Metadata = _vllm_base.KVConnectorMetadata
     WorkerMetadata = getattr(_vllm_base, "KVConnectorWorkerMetadata", object)
     Statistics = _vllm_metrics.KVConnectorStats
@@ -51,6 +58,7 @@ else:
         """What the connector uses of vLLM's base class."""
 
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+            self._vllm_config = vllm_config
             self._kv_transfer_config = vllm_config.kv_transfer_config
             self._connector_metadata: Any = None
 
@@ -77,6 +85,7 @@ else:
         """Ids of requests: finished_recving, and failed_recving of these."""
 
     ConnectorBase, Metadata, WorkerMetadata, Statistics = _Connector, object, object, _Statistics
+    HandshakeBase = object
     SupportsHMA, TransferResults = _HybridMemory, _TransferResults
     BlockStored, BlockRemoved = _BlockStored, _BlockRemoved
 

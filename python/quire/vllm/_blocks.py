@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import quire
 from quire import errors
+from quire.chunk_space import SectionName
+from quire.vllm._order import KernelOrder
 
 __all__ = [
     "Blocks",
@@ -29,6 +31,7 @@ __all__ = [
     "Put",
     "Source",
     "Stream",
+    "block_memory",
     "stream_of",
 ]
 
@@ -44,9 +47,6 @@ class Source(Protocol):
     ) -> None:
         """Copies a layer of chunks [first, first + count) into blocks of the target."""
 
-    def rows(self, layer: int, index: int) -> Any:
-        """The bytes of a layer of one chunk, as a NumPy array."""
-
 
 class FetchedChunks:
     """Chunks of a fetch from `first` on, as a source of blocks."""
@@ -58,9 +58,6 @@ class FetchedChunks:
         self, layer: int, first: int, count: int, target: HostBlocks, blocks: list[int]
     ) -> None:
         self._fetch.scatter(layer, target.memory, blocks, first=self._first + first, count=count)
-
-    def rows(self, layer: int, index: int) -> Any:
-        return self._fetch.section(self._first + index, "latent", layer).copy()
 
 
 class Blocks(Protocol):
@@ -78,15 +75,29 @@ class Blocks(Protocol):
         """Puts what has been copied since; with `wait` everything that was saved."""
 
 
-class HostBlocks:
-    """Blocks in the CPU's memory. layers: uint8 [blocks, ...] of each. part: blocks of a chunk."""
+def block_memory(layers: Sequence[Any], order: KernelOrder | None) -> quire.BlockMemory:
+    """The sections of chunks in blocks. layers: NumPy arrays of uint8 [blocks, ...]. order: of
+    keys and values in a block; None: chunks are blocks as they are."""
+    if order is None:
+        return quire.BlockMemory({("latent", i): each for i, each in enumerate(layers)})
+    arrays: dict[SectionName, Any] = {}
+    orders: dict[SectionName, quire.BlockOrder] = {}
+    for i, each in enumerate(layers):
+        arrays["key", i] = arrays["value", i] = each
+        orders["key", i], orders["value", i] = order.key, order.value
+    return quire.BlockMemory(arrays, orders)
 
-    def __init__(self, layers: Sequence[Any], part: int) -> None:
-        self._layers, self._part = list(layers), part
+
+class HostBlocks:
+    """Blocks in the CPU's memory. layers: uint8 [blocks, ...] of each. part: blocks of a chunk.
+    order: as for block_memory."""
+
+    def __init__(
+        self, layers: Sequence[Any], part: int, order: KernelOrder | None = None
+    ) -> None:
+        self._layers, self._part, self._order = list(layers), part, order
         # As NumPy's, since pinned memory is not a CPU's by its DLPack type.
-        self.memory = quire.BlockMemory(
-            {("latent", i): each.numpy() for i, each in enumerate(self._layers)}
-        )
+        self.memory = block_memory([each.numpy() for each in self._layers], order)
 
     def write(self, layer: int, blocks: list[int], rows: Any) -> None:
         """rows: an array of bytes of as many blocks, one after the other."""
@@ -98,13 +109,28 @@ class HostBlocks:
         )
 
     def load(self, source: Source, count: int, blocks: list[int], lead: int = 0) -> None:
-        whole = lead == 0
-        rest = blocks if whole else blocks[self._part - lead :]
-        for layer in range(len(self._layers)):
-            if not whole:
-                rows = source.rows(layer, 0).reshape(self._part, -1)
-                self.write(layer, blocks[: self._part - lead], rows[lead:])
-            source.copy(layer, 0 if whole else 1, count if whole else count - 1, self, rest)
+        first = 0
+        if lead > 0:
+            self._load_behind(source, lead, blocks[: self._part - lead])
+            first, blocks = 1, blocks[self._part - lead :]
+        if count > first:
+            for layer in range(len(self._layers)):
+                source.copy(layer, first, count - first, self, blocks)
+
+    @functools.cached_property
+    def _chunk(self) -> HostBlocks:
+        """Other blocks, of one chunk: through them go chunks of which only a part has blocks."""
+        import torch
+
+        shapes = [(self._part, *pages.shape[1:]) for pages in self._layers]
+        zeros = [torch.zeros(shape, dtype=torch.uint8) for shape in shapes]
+        return HostBlocks(zeros, self._part, self._order)
+
+    def _load_behind(self, source: Source, lead: int, blocks: list[int]) -> None:
+        """The blocks of the first chunk but for `lead` of them."""
+        for layer, rows in enumerate(self._chunk._layers):
+            source.copy(layer, 0, 1, self._chunk, list(range(self._part)))
+            self.write(layer, blocks, rows[lead:].numpy())
 
     def save(self, blocks: list[int], put: Put, lead: int = 0) -> None:
         if lead == 0:
@@ -112,12 +138,10 @@ class HostBlocks:
             return
         import torch
 
-        chunk = []
-        for pages in self._layers:
-            rows = torch.zeros((1, self._part, *pages.shape[1:]), dtype=torch.uint8)
-            rows[0, lead:] = pages[torch.tensor(blocks)]
-            chunk.append(rows)
-        put(HostBlocks(chunk, 1).memory, [0])
+        for rows, pages in zip(self._chunk._layers, self._layers, strict=True):
+            rows[:lead] = 0
+            rows[lead:] = pages[torch.tensor(blocks)]
+        put(self._chunk.memory, list(range(self._part)))
 
     def finish(self, *, wait: bool = False) -> None:
         """Nothing is left to do."""
@@ -208,16 +232,23 @@ class _Copy(NamedTuple):
 class DeviceBlocks:
     """Blocks in a device's memory.
 
-    layers: uint8 [blocks, ...] of each. part: blocks of a chunk. staging_bytes: of pinned memory,
-    rounded down to whole chunks, two at least: one is filled while the other is copied.
+    layers: uint8 [blocks, ...] of each, whose blocks have as many bytes in all layers. part: blocks
+    of a chunk. staging_bytes: of pinned memory, rounded down to whole chunks, two at least: one is
+    filled while the other is copied. order: as for block_memory, of what lies in pinned memory.
     """
 
     # A slot is free, in one entry of _copies, or of the call that runs. One at which the device has
     # failed is none of these: the device may be at it still. The numbers of a slot are those of its
-    # chunk's blocks, behind the ones that are left out.
+    # chunk's blocks, behind the ones that are left out. In a slot a layer's blocks lie one after
+    # the other, and then those of the next layer.
 
     def __init__(
-        self, layers: Sequence[Any], part: int, stream: Stream, staging_bytes: int
+        self,
+        layers: Sequence[Any],
+        part: int,
+        stream: Stream,
+        staging_bytes: int,
+        order: KernelOrder | None = None,
     ) -> None:
         import torch
 
@@ -225,16 +256,16 @@ class DeviceBlocks:
         self._device = layers[0].device
         self._layers = [_widest(each) for each in layers]
         self._block_count = len(layers[0])
-        ends = [0]
-        for each in layers:
-            ends.append(ends[-1] + part * each[0].numel())
+        page_bytes = layers[0][0].numel()
+        ends = [part * page_bytes * i for i in range(len(layers) + 1)]
         self._bounds = list(zip(ends, ends[1:], strict=False))  # of each layer in a slot
         self._chunk_bytes = ends[-1]
         slots = max(2, staging_bytes // self._chunk_bytes)
         self._slots = stream.host_array((slots, self._chunk_bytes), torch.uint8)
         # Block numbers, which a device would else wait for its stream to read.
         self._numbers = stream.host_array((slots, part), torch.int64)
-        self._staging = HostBlocks([self._slots[:, begin:end] for begin, end in self._bounds], 1)
+        pages = self._slots.view(-1, page_bytes)
+        self._staging = HostBlocks([pages[part * i :] for i in range(len(layers))], part, order)
         self._free = list(range(slots))
         self._copies: deque[_Copy] = deque()  # oldest first
 
@@ -244,7 +275,7 @@ class DeviceBlocks:
             slot = self._take()
             try:
                 for layer in range(len(self._layers)):
-                    source.copy(layer, i, 1, self._staging, [slot])
+                    source.copy(layer, i, 1, self._staging, self._staged(slot))
             except BaseException:
                 self._free.append(slot)
                 raise
@@ -273,9 +304,14 @@ class DeviceBlocks:
         copy.event.synchronize()
         try:
             if copy.put is not None:
-                copy.put(self._staging.memory, [copy.slot])
+                copy.put(self._staging.memory, self._staged(copy.slot))
         finally:
             self._free.append(copy.slot)
+
+    def _staged(self, slot: int) -> list[int]:
+        """The blocks of a slot, in each layer of the pinned memory."""
+        begin = slot * len(self._layers) * self._part
+        return list(range(begin, begin + self._part))
 
     def _take(self) -> int:
         """A slot that no copy reads or writes."""

@@ -20,11 +20,13 @@ _CHUNKS_MAX = 65536
 
 @dataclasses.dataclass
 class _Chunk:
-    """hashes: of its blocks. parent: of the block before them. tiers: that vLLM was told of."""
+    """hashes: of its blocks. parent: of the block before them. lora: vLLM's request for an
+    adapter, or None. tiers: that vLLM was told of."""
 
     hashes: list[Any]
     parent: Any
     tokens: list[int]
+    lora: Any
     extra_keys: list[Any] | None
     tiers: set[str] = dataclasses.field(default_factory=set)
 
@@ -56,6 +58,7 @@ class ChunkEvents:
                 hashes[-part:],
                 hashes[0] if begin else None,
                 list(request.all_token_ids[tokens]),
+                request.lora_request or None,
                 event_extra_keys(request, begin, end, self._block_size),
             )
         while len(self._chunks) > _CHUNKS_MAX:
@@ -96,9 +99,9 @@ class ChunkEvents:
                 parent_block_hash=chunk.hashes[known - 1] if known else chunk.parent,
                 token_ids=chunk.tokens[known * self._block_size :],
                 block_size=self._block_size,
-                lora_id=None,
+                lora_id=None if chunk.lora is None else chunk.lora.lora_int_id,
                 medium=_MEDIA[tier],
-                lora_name=None,
+                lora_name=None if chunk.lora is None else chunk.lora.lora_name,
                 extra_keys=None if chunk.extra_keys is None else chunk.extra_keys[known:],
                 group_idx=self._group,
                 ownership=f"quire-{tier}",

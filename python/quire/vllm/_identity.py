@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,41 @@ from quire import errors
 from quire.identity import model_identity
 from quire.vllm._groups import KvGroup
 
-__all__ = ["passport_of"]
+__all__ = ["Shard", "canonical_passport_of", "check_weights", "is_canonical", "passport_of"]
+
+_CANONICAL = "L2THD"  # of docs/formats/chunk.md
+# Fields of a configuration that say nothing of keys and values.
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+# Ways to load weights from other files than *.safetensors, which may lie beside these.
+_OTHER_FILES = ("pt", "npcache", "tensorizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What a worker holds of the model: its share of the heads, as the tensor_rank-th of
+    tensor_count workers, and the layers of its pipeline stage, the stage-th of stage_count."""
+
+    tensor_rank: int = 0
+    tensor_count: int = 1
+    stage: int = 0
+    stage_count: int = 1
+
+    @classmethod
+    def all_of(cls, tensor_count: int, stage_count: int) -> list[Shard]:
+        """By rank, as vLLM counts workers: those of the first stage, then those of the next."""
+        return [
+            cls(tensor_rank, tensor_count, stage, stage_count)
+            for stage in range(stage_count)
+            for tensor_rank in range(tensor_count)
+        ]
+
+    @property
+    def name(self) -> str:
+        """The passport's `shard`."""
+        if self.tensor_count == self.stage_count == 1:
+            return "canonical"
+        of_heads = f"tp{self.tensor_rank}of{self.tensor_count}"
+        return f"{of_heads}.pp{self.stage}of{self.stage_count}"
 
 
 def _model_folder(model: str, revision: str | None) -> Path:
@@ -29,6 +67,39 @@ def weights_identity(model_config: Any) -> dict[str, str]:
             "others; convert the model"
         )
     return model_identity(folder)
+
+
+def check_weights(vllm_config: Any) -> None:
+    """Raises BadArgumentError for weights that cannot be told from others."""
+    weights_identity(vllm_config.model_config)
+    way = _load_format(vllm_config)
+    if way in _OTHER_FILES:
+        raise errors.BadArgumentError(
+            f"QuireConnector: load_format is {way!r}; the connector knows weights by their "
+            "*.safetensors, so load these"
+        )
+
+
+def _load_format(vllm_config: Any) -> str:
+    return str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
+
+
+def _arguments(vllm_config: Any) -> str:
+    """What vLLM's arguments make of the model in its folder, as a part of the numerics: weights of
+    no file, another configuration."""
+    model = vllm_config.model_config
+    found = "/dummy" if _load_format(vllm_config) == "dummy" else ""
+    names = ("hf_overrides", "hf_config_path", "quantization_config")
+    if any(getattr(model, name, None) for name in names):
+        fields = {name: getattr(model, name, None) for name in names[1:]}
+        fields["config"] = {
+            name: value
+            for name, value in model.hf_config.to_dict().items()
+            if name not in _VOLATILE
+        }
+        text = json.dumps(fields, sort_keys=True, default=str)
+        found += f"/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return found
 
 
 def _cpu() -> str:
@@ -67,26 +138,41 @@ def _layout(vllm_config: Any, block_size: int) -> tuple[str, str]:
             "vllm", vllm.__version__, kernel, str(model.dtype).removeprefix("torch."),
             cache.cache_dtype, model.quantization or "none", attention,
         )
-    )  # fmt: skip
+    ) + _arguments(vllm_config)  # fmt: skip
     layout = f"vllm/{vllm.__version__}/{kernel}/{block_size}"
     return layout if device == "cpu" else f"{layout}/{attention}", numerics
 
 
-def passport_of(
-    vllm_config: Any, group: KvGroup, *, rank: int, rank_count: int, is_only: bool
-) -> dict[str, Any]:
+def _rotation(model_config: Any) -> str:
+    """A digest of how keys are rotated, which vLLM's arguments may change for the same weights."""
+    config = getattr(model_config, "hf_text_config", None)
+    names = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+    found = {name: getattr(config, name, None) for name in names}
+    text = json.dumps(found, sort_keys=True, default=str)
+    if "longrope" in text:  # its factors are chosen by the length that vLLM serves
+        text += f"/{model_config.max_model_len}"
+    return f"sha256={hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def _has_all_layers(group: KvGroup, shard: Shard, is_only: bool) -> bool:
+    """Whether the group is just the model's layers, which the passport names already."""
+    return is_only and group.window is None and shard.stage_count == 1
+
+
+def passport_of(vllm_config: Any, group: KvGroup, shard: Shard, is_only: bool) -> dict[str, Any]:
     """The passport of a worker's chunks of a group, whose sections are vLLM's pages, one per layer,
     as bytes. is_only: the model has no other group."""
     identity = weights_identity(vllm_config.model_config)
     layout, numerics = _layout(vllm_config, group.block_size)
-    if group.window is not None or not is_only:
+    if not _has_all_layers(group, shard, is_only):
         layout = f"{layout}/{group.identity}"
     return {
         "model": identity["model"],
         "revision": identity["revision"],
         "layout": layout,
         "numerics": numerics,
-        "shard": "canonical" if rank_count == 1 else f"tp{rank}of{rank_count}.pp0of1",
+        "rope": _rotation(vllm_config.model_config),
+        "shard": shard.name,
         "block": group.chunk_tokens,
         "layers": [0, len(group.layer_names)],
         "kind": "latent",
@@ -94,3 +180,43 @@ def passport_of(
         "kv_heads": 1,
         "head_dim": group.page_bytes // group.block_size,
     }
+
+
+def canonical_passport_of(
+    vllm_config: Any, group: KvGroup, shard: Shard, is_only: bool
+) -> dict[str, Any] | None:
+    """The same of chunks whose sections are keys and values, whatever kernel has computed them and
+    whatever size its blocks have. None: the group's pages have something else."""
+    rows = group.rows
+    if rows is None:
+        return None
+    import vllm
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    identity = weights_identity(model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    quantization = model.quantization or "none"
+    passport = {
+        "model": identity["model"],
+        "revision": identity["revision"],
+        "layout": _CANONICAL,
+        "numerics": f"vllm/{vllm.__version__}/{dtype}/{cache.cache_dtype}/{quantization}"
+        + _arguments(vllm_config),
+        "rope": _rotation(model),
+        "shard": shard.name,
+        "block": group.chunk_tokens,
+        "layers": [0, len(group.layer_names)],
+        "dtype": rows.dtype,
+        "kv_heads": rows.heads,
+        "head_dim": rows.key_dim,
+    }
+    if rows.value_dim != rows.key_dim:
+        passport["v_head_dim"] = rows.value_dim
+    if not _has_all_layers(group, shard, is_only):
+        passport["layout"] = f"{_CANONICAL}/{group.canonical_identity}"
+    return passport
+
+
+def is_canonical(passport: Mapping[str, Any]) -> bool:
+    """Whether chunks of this passport are keys and values, and not pages."""
+    return str(passport["layout"]).startswith(_CANONICAL)

@@ -1,8 +1,9 @@
 """A prompt that is looked for: in every part, that is for every group of layers, and every worker.
 
 The parts that attend to everything say how far it goes. Windows are then asked for the chunks that
-they need behind that border. Where one lacks, the border moves to the chunk before which all parts
-have what they need.
+they need behind that border, recurrent states for the one before it. Where one lacks, the border
+moves to the chunk before which all parts have what they need. States are stored where a step ended,
+so the border moves until it meets one.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class Lookup:
         self._parts = [_Part(group) for group in groups]
         self._rounds = 0
         leads = [i for i, part in enumerate(self._parts) if part.group.window is None]
-        # Without such a part nothing says how far it goes, so all chunks of the others are read.
-        for i in leads or range(len(self._parts)):
+        # Without such a part nothing says how far it goes, so all chunks of windows are read.
+        windows = [i for i, part in enumerate(self._parts) if not part.group.state]
+        for i in leads or windows:
             self._ask(i, first)
 
     def _ask(self, number: int, first: int) -> None:
@@ -70,10 +72,13 @@ class Lookup:
 
     def _narrow(self) -> bool:
         """Moves the border to what has come, and asks for what it needs. Whether that is here."""
+        is_slow = False
         for part in self._parts:
             if part.fetch is not None and part.first + part.fetch.ready < self.border:
                 self.border = self.missing = part.first + part.fetch.ready
                 self.miss = part.fetch.miss
+                # To be told that there is no state at a border takes no timeout.
+                is_slow |= not part.group.state or self.miss != "not stored"
         if self.border <= self.first or self._rounds > _ROUNDS_MAX:
             self.border = self.first
             return True
@@ -84,7 +89,7 @@ class Lookup:
         ]
         for i in lacking:
             self._ask(i, self.begin(i))
-        self._rounds += bool(lacking)
+        self._rounds += is_slow and bool(lacking)
         return not lacking
 
     def limit(self, border: int) -> None:

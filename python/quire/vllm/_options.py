@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import quire
 from quire import errors
+from quire._numbers import int64, timeout
+from quire._store_arguments import store_arguments
 
 __all__ = ["SPACES_MAX", "Options", "close_store", "open_store"]
 
 SPACES_MAX = 256  # salts whose spaces are kept; one that comes again is made again
 
-_STORE_FIELDS = (
-    "directory", "redis", "ram_bytes", "disk_bytes", "durability", "eviction", "write_policy",
-    "admit_after", "priority", "redis_ttl", "redis_prefix", "queue_bytes", "fetch_bytes",
-    "disk_timeout_ms", "redis_timeout_ms", "redis_connect_timeout_ms",
-)  # fmt: skip
 _RAM_BYTES = 1 << 30
 _ARENA_BYTES = 256 << 20
 _STAGING_BYTES = 256 << 20  # a few steps of a long prompt's chunks, 16 MB each of an 8B model
 _CHUNK_TOKENS = 128  # small blocks are joined up to this
+_SECONDS_MAX = 86400.0
+LAYOUTS = ("auto", "opaque")
+_WHERE = "QuireConnector: kv_connector_extra_config"
+
+
+def _integer(left: dict[str, Any], name: str, default: int) -> int:
+    number = int64(left.pop(name, default), f"{_WHERE}: {name}")
+    if number < 1:
+        raise errors.BadArgumentError(f"{_WHERE}: {name} is {number}; it must be at least 1")
+    return number
+
+
+def _seconds(left: dict[str, Any], name: str, default: float) -> float:
+    return timeout(left.pop(name, default), f"{_WHERE}: {name}", _SECONDS_MAX)
+
+
+def _flag(left: dict[str, Any], name: str) -> bool:
+    value = left.pop(name, False)
+    if not isinstance(value, bool):
+        raise errors.BadArgumentError(f"{_WHERE}: {name} is {value!r}; it must be true or false")
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +51,8 @@ class Options:
     generated tokens are not saved. shared_bytes: of the memory between scheduler and worker, where
     they are two processes. lease_timeout: seconds after which a part of it that the worker has not
     given back is used again. staging_bytes: of the pinned memory between a GPU's blocks and the
-    store."""
+    store. layout: "auto": chunks are canonical where the order of the kernel's blocks can be
+    learnt; "opaque": they are blocks as the kernel has them."""
 
     store: Mapping[str, Any]
     block_size: int
@@ -42,36 +62,44 @@ class Options:
     shared_bytes: int
     lease_timeout: float
     staging_bytes: int
+    layout: str
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any], block_size: int) -> Options:
-        """Raises BadArgumentError for an unknown name or a wrong value."""
-        left = dict(extra)
-        store = {name: left.pop(name) for name in _STORE_FIELDS if name in left}
-        key_file = left.pop("key_file", None)
-        if key_file is not None:
-            from quire.store import read_key_file
+    def read(
+        cls, extra: Mapping[str, Any], block_size: int, *, joins_blocks: bool = True
+    ) -> Options:
+        """joins_blocks: whether a chunk is of several small blocks, if nothing else is said.
 
-            store["key"] = read_key_file(key_file)
+        Raises BadArgumentError for an unknown name or a wrong value.
+        """
+        if not isinstance(extra, Mapping):
+            raise errors.BadArgumentError(f"{_WHERE} is a {type(extra).__name__}, not an object")
+        left = dict(extra)
+        store = store_arguments(left, _WHERE)
         store.setdefault("ram_bytes", _RAM_BYTES)
-        default_chunk = block_size * max(1, _CHUNK_TOKENS // block_size)
+        default_chunk = block_size
+        if joins_blocks:
+            default_chunk *= max(1, _CHUNK_TOKENS // block_size)
         options = cls(
             store=store,
             block_size=block_size,
-            chunk_tokens=int(left.pop("chunk_tokens", default_chunk)),
-            load_timeout=float(left.pop("load_timeout", 2.0)),
-            prompts_only=bool(left.pop("prompts_only", False)),
-            shared_bytes=int(left.pop("shared_bytes", _ARENA_BYTES)),
-            lease_timeout=float(left.pop("lease_timeout", 60.0)),
-            staging_bytes=int(left.pop("staging_bytes", _STAGING_BYTES)),
+            chunk_tokens=_integer(left, "chunk_tokens", default_chunk),
+            load_timeout=_seconds(left, "load_timeout", 2.0),
+            prompts_only=_flag(left, "prompts_only"),
+            shared_bytes=_integer(left, "shared_bytes", _ARENA_BYTES),
+            lease_timeout=_seconds(left, "lease_timeout", 60.0),
+            staging_bytes=_integer(left, "staging_bytes", _STAGING_BYTES),
+            layout=str(left.pop("layout", LAYOUTS[0])),
         )
         if left:
+            raise errors.BadArgumentError(f"{_WHERE} has the unknown names {sorted(left)}")
+        if options.layout not in LAYOUTS:
             raise errors.BadArgumentError(
-                f"QuireConnector: kv_connector_extra_config has the unknown names {sorted(left)}"
+                f"{_WHERE}: layout is {options.layout!r}; it must be one of {LAYOUTS}"
             )
-        if options.chunk_tokens < 1 or options.chunk_tokens % block_size:
+        if options.chunk_tokens % block_size:
             raise errors.BadArgumentError(
-                f"QuireConnector: chunk_tokens is {options.chunk_tokens}; it must be a multiple of "
+                f"{_WHERE}: chunk_tokens is {options.chunk_tokens}; it must be a multiple of "
                 f"vLLM's block of {block_size} tokens"
             )
         return options
@@ -84,6 +112,16 @@ class Options:
 # Scheduler and worker of one process share a store.
 _stores: dict[str, tuple[quire.ChunkStore, int]] = {}
 _stores_lock = threading.Lock()
+
+
+def _leave_the_parents_stores() -> None:
+    """Those that a process inherits at its fork count as closed, and the lock as nobody's."""
+    global _stores_lock
+    _stores.clear()
+    _stores_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_leave_the_parents_stores)
 
 
 def open_store(options: Options, *, with_ram: bool = True) -> quire.ChunkStore:

@@ -7,11 +7,43 @@ from typing import Any
 
 import numpy as np
 
+from quire.vllm._adapters import Facts
 from quire.vllm._arena import Slot
-from quire.vllm._base import Metadata, WorkerMetadata
+from quire.vllm._base import HandshakeBase, Metadata, WorkerMetadata
 from quire.vllm._events import StoreEvent
+from quire.vllm._order import KernelOrder
 
-__all__ = ["ChunkPlace", "GroupBlocks", "LoadPlan", "SavePlan", "StepPlan", "WorkerReport"]
+__all__ = [
+    "ChunkPlace",
+    "GroupBlocks",
+    "Handshake",
+    "LoadPlan",
+    "SavePlan",
+    "StepPlan",
+    "WorkerReport",
+]
+
+
+@dataclasses.dataclass
+class Handshake(HandshakeBase):  # type: ignore[misc]
+    """What a worker tells at the start, and again where vLLM registers its KV again.
+
+    layer_names: those that it holds, by group in vLLM's order; none of a group of which its stage
+    has no layer. orders: of the groups of which it has some; None: it has learnt none.
+    """
+
+    rank: int
+    layer_names: list[tuple[str, ...]]
+    orders: list[KernelOrder | None]
+
+    def is_same(self, other: Handshake) -> bool:
+        """Whether the other one says the same."""
+        if (self.rank, self.layer_names) != (other.rank, other.layer_names):
+            return False
+        return all(
+            theirs is None if mine is None else mine.is_same(theirs)
+            for mine, theirs in zip(self.orders, other.orders, strict=True)
+        )
 
 
 @dataclasses.dataclass
@@ -38,8 +70,8 @@ class LoadPlan:
     """Chunks that go into blocks.
 
     number: of the load, counted by the scheduler. request: which waits until all workers have said
-    that its load has ended; None: it is computed in this step. groups: by group. places: by rank
-    and group; empty: the load is lost.
+    that its load has ended; None: it is computed in this step. groups: by group. places: by rank,
+    of the groups of which the worker has layers; empty: the load is lost.
     """
 
     number: int
@@ -53,28 +85,35 @@ class SavePlan:
     """Chunks that are full after this step.
 
     tokens: int32 [n], of the prompt up to the last one's end. first, count: chunks of their chain.
-    blocks: by group. windows_first: groups with a window are not saved before this chunk: a load
-    has filled only what was in the window.
+    ends_there: whether the step ends with them; only then have blocks the recurrent state of the
+    last one's end. blocks: by group. windows_first: groups with a window are not saved before this
+    chunk: a load has filled only what was in the window. adapter: folder of a LoRA, and what its
+    files are like if the KV is of the digest in the extras.
     """
 
     tokens: np.ndarray[Any, Any]
     first: int
     count: int
+    ends_there: bool
     blocks: list[list[int]]
     windows_first: int
     salt: bytes
     extras: list[bytes]
     ttl: float
     pin: bool
+    adapter: tuple[str, Facts] | None
 
 
 @dataclasses.dataclass
 class StepPlan(Metadata):  # type: ignore[misc]
-    """Everything for one step. passports: of the chunks since the last reset, by rank and group;
-    process: of the scheduler; arenas: descriptor and slots of its shared memory, the same way, if
-    it has some. heard: failed loads that vLLM knew of when it planned the step. What a step
+    """Everything for one step.
+
+    passports: of the chunks since the last reset, by rank, of the groups of which the worker has
+    layers. process: of the scheduler. arenas: descriptor and slots of its shared memory, the same
+    way, if it has some. heard: failed loads that vLLM knew of when it planned the step. What a step
     computes after a load has failed may come from the blocks that it did not fill, and is not
-    saved, unless waits_for_loads: no step computes from blocks that are to be loaded."""
+    saved, unless waits_for_loads: no step computes from blocks that are to be loaded.
+    """
 
     passports: list[list[dict[str, Any]]]
     process: int

@@ -10,22 +10,28 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import quire
+from quire import errors
+from quire._numbers import milliseconds
+from quire.vllm._adapters import Adapter, Adapters
 from quire.vllm._arena import Arena, Slot
+from quire.vllm._base import log
 from quire.vllm._events import ChunkEvents, StoreEvent
 from quire.vllm._groups import NULL_BLOCK, KvGroup
 from quire.vllm._lookup import Lookup
 from quire.vllm._options import SPACES_MAX, Options
-from quire.vllm._plan import ChunkPlace, GroupBlocks, LoadPlan, SavePlan, StepPlan
+from quire.vllm._parts import Part
+from quire.vllm._plan import ChunkPlace, GroupBlocks, Handshake, LoadPlan, SavePlan, StepPlan
 
 __all__ = ["SchedulerSide", "fetches_in_flight"]
 
-# A waiting request is asked for in a loop that does nothing else while no other request runs.
+# A waiting request is asked for in a loop that does nothing else while no other request runs. Where
+# others do, their next step waits no longer than this, however many requests are asked for.
 _POLL_SECONDS = 0.001
 
 #: Fetches on their way to a worker of this process, of each group, by the number of the load.
@@ -59,11 +65,13 @@ class _Lease:
 class _Request:
     salt: bytes
     request: Any
+    adapter: Adapter | None = None  # its LoRA
     load: bool = True
     save: bool = True
     ttl: float = 0.0
     pin: bool = False
     lookup: Lookup | None = None
+    has_no_room: bool = False  # shared memory was full for it, which is counted
     missing_chunk: int | None = None  # was not stored when it was looked for
     promise: _Promise | None = None
     granted: _Promise | None = None  # vLLM has allocated blocks for it; goes into the next plan
@@ -75,8 +83,10 @@ class _Request:
 class SchedulerSide:
     """Everything that vLLM's scheduler asks. One thread calls it.
 
-    Parts are the groups of layers of each worker, whose chunks have a key space of their own: part
-    rank * groups + group. passports, arenas: by part.
+    groups: as vLLM tells the scheduler. Where there are pipeline stages, these are the first
+    stage's, and the others' have other layers. parts_of: makes the parts, given the groups of each
+    worker by rank; there are worker_count. is_told: the workers tell their layers; before that
+    there are no parts, and nothing is kept.
     """
 
     def __init__(
@@ -84,30 +94,43 @@ class SchedulerSide:
         store: quire.ChunkStore,
         options: Options,
         groups: Sequence[KvGroup],
-        passports: Sequence[dict[str, Any]],
-        arenas: Sequence[Arena] | None,
+        parts_of: Callable[[Sequence[Sequence[KvGroup]]], list[Part]],
+        *,
+        worker_count: int = 1,
+        is_told: bool = False,
         clock: Callable[[], float] = time.monotonic,
         events: ChunkEvents | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._store, self._options = store, options
         self._groups = list(groups)
-        self._part_groups = self._groups * (len(passports) // len(groups))
-        self._base_passports = list(passports)
-        self._passports = self._base_passports
+        self._parts_of, self._worker_count = parts_of, worker_count
+        self._parts: list[Part] = []
+        self._parts_by_rank: list[list[int]] = [[] for _ in range(worker_count)]
+        self._base_passports: list[dict[str, Any]] = []
+        self._passports: list[dict[str, Any]] = []
+        self._arenas: list[Arena] | None = None
+        self._first_part = 0  # what events and tiers are told of
+        self._told: dict[int, Handshake] = {}  # by rank
+        self._is_stopped = False  # nothing is stored or found any more
+        self._silence = "no worker has told which layers it holds" if is_told else None
         self._resets = 0
         self._chunk = options.chunk_tokens
-        self._arenas = None if arenas is None else list(arenas)
         self._events = events
-        # Its part is what events and tiers are told of.
-        self._first_part = next((i for i, g in enumerate(self._groups) if g.window is None), 0)
+        self._adapters = adapters or Adapters()
         self._requests: dict[str, _Request] = {}
         self._spaces: dict[bytes, list[quire.ChunkSpace]] = {}
         self._clock = clock
         # By the number of the load and the rank, oldest first.
         self._leases: dict[tuple[int, int], _Lease] = {}
         self._count: dict[str, int] = {}
+        self._errors: list[Exception] = []
         self._loads: list[LoadPlan] = []  # of requests that wait for them; go into the next plan
+        self._in_flight: set[int] = set()  # loads with fetches that a worker of this process takes
+        self._patience = _POLL_SECONDS  # that is left to the next plan
         self._heard = 0
+        if not is_told:
+            self._make_parts([self._groups] * worker_count)
 
     @property
     def waits_for_loads(self) -> bool:
@@ -115,28 +138,109 @@ class SchedulerSide:
         loads one group without a window, vLLM takes a list of blocks that were not filled, and
         computes from the first one on. Else it cannot: what is before may be outside of a window,
         and other workers have computed from them already."""
-        return len(self._part_groups) > 1 or self._groups[0].window is not None
+        return self._worker_count * len(self._groups) > 1 or self._groups[0].window is not None
+
+    def _make_parts(self, groups: Sequence[Sequence[KvGroup]]) -> None:
+        """groups: of each worker, by rank."""
+        self._parts = parts = self._parts_of(groups)
+        for i, part in enumerate(parts):
+            self._parts_by_rank[part.rank].append(i)
+        self._base_passports = [part.passport for part in parts]
+        self._passports = list(self._base_passports)
+        arenas = [part.arena for part in parts if part.arena is not None]
+        self._arenas = arenas or None
+        # Events name blocks of this group, on the first worker that has some of it.
+        group = next((i for i, each in enumerate(self._groups) if each.window is None), 0)
+        self._first_part = next(i for i, part in enumerate(parts) if part.number == group)
+
+    def hear(self, told: Sequence[Handshake]) -> None:
+        """What the workers say once they have registered their KV: which layers they hold, where
+        that is not known; and the order of their blocks: chunks of such a group are canonical from
+        now on. Said again it changes nothing.
+
+        Raises BadStateError for something else than was said before: nothing is stored or found
+        any more. The same once there was a request: chunks stay as they are.
+        """
+        known = [each for each in told if each.rank in self._told]
+        if not all(each.is_same(self._told[each.rank]) for each in known):
+            self._stop()
+            raise errors.BadStateError(
+                "a worker tells of other blocks than before; nothing is stored or found any more"
+            )
+        if self._parts and len(known) == len(told):
+            return
+        if self._requests or self._spaces or self._resets:
+            raise errors.BadStateError("a worker tells of its blocks after the start")
+        if not self._parts and not self._hear_layers(told):
+            return
+        self._told.update((each.rank, each) for each in told)
+        for each in told:
+            for i, order in zip(self._parts_by_rank[each.rank], each.orders, strict=True):
+                part = self._parts[i]
+                if order is None or part.canonical is None:
+                    continue
+                self._base_passports[i] = self._passports[i] = part.canonical
+                if part.arena is not None:
+                    part.arena.set_order(order)
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+        for state in self._requests.values():
+            self._let_go(state)
+            state.load = state.save = False
+
+    def _hear_layers(self, told: Sequence[Handshake]) -> bool:
+        """Whether all workers have told which layers they hold."""
+        names = {each.rank: each.layer_names for each in told}
+        silent = [rank for rank in range(self._worker_count) if rank not in names]
+        if silent:
+            self._silence = f"the workers {silent} have not told which layers they hold"
+            return False
+        self._make_parts(
+            [
+                [
+                    dataclasses.replace(group, layer_names=tuple(own))
+                    for group, own in zip(self._groups, names[rank], strict=True)
+                ]
+                for rank in range(self._worker_count)
+            ]
+        )
+        self._silence = None
+        return True
 
     # ---- Requests
 
     def add(self, request: Any) -> None:
-        """vLLM has a new request."""
-        parameters = getattr(request, "kv_transfer_params", None) or {}
-        skip = parameters.get("quire_skip", False)
+        """vLLM has a new request.
+
+        Raises BadArgumentError for a wrong parameter: such a request has nothing to do with the
+        store.
+        """
+        self.finish(request.request_id)  # one of the same name has no end of its own
         state = _Request(salt=(request.cache_salt or "").encode(), request=request)
-        usable = request.prompt_token_ids is not None and not request.lora_request
-        state.load = usable and skip not in (True, "load")
-        state.save = usable and skip not in (True, "save")
-        state.ttl = float(parameters.get("quire_ttl", 0.0))
-        state.pin = bool(parameters.get("quire_pin", False))
+        state.load = state.save = False
         self._requests[request.request_id] = state
+        if self._silence is not None:
+            log.error("QuireConnector: nothing is stored or found: %s", self._silence)
+            self._silence = None
+        usable = request.prompt_token_ids is not None
+        if request.lora_request:
+            state.adapter = self._adapters.of(request.lora_request)
+            usable &= state.adapter is not None
+        # Where a prompt has both, its ids stand for nothing at the places of embeddings.
+        usable &= getattr(request, "prompt_embeds", None) is None
+        skip, state.ttl, state.pin = _parameters(getattr(request, "kv_transfer_params", None))
+        if usable and self._parts and not self._is_stopped:
+            # vLLM computes all tokens of such a request, for logits of its prompt.
+            reads = not getattr(request, "skip_reading_prefix_cache", False)
+            state.load = reads and skip not in (True, "load")
+            state.save = skip not in (True, "save")
 
     def finish(self, request_id: str) -> None:
         """vLLM has no such request any more."""
         state = self._requests.pop(request_id, None)
         if state is not None:
-            self._withdraw(state)
-            self._drop_lookup(state)
+            self._let_go(state)
 
     def _state(self, request: Any) -> _Request:
         if request.request_id not in self._requests:
@@ -147,15 +251,20 @@ class SchedulerSide:
         """Ends a promise that no plan has."""
         for promise in (state.promise, state.granted):
             if promise is not None and promise.slots is not None:
-                self._release(range(len(self._part_groups)), promise.slots)
+                self._release(range(len(self._parts)), promise.slots)
         state.promise = state.granted = None
+
+    def _let_go(self, state: _Request) -> None:
+        """Ends such a promise and what is looked for, which hold memory."""
+        self._withdraw(state)
+        self._drop_lookup(state)
 
     def _drop_lookup(self, state: _Request) -> None:
         if state.lookup is not None:
             state.lookup.close()
         state.lookup = None
 
-    def _release(self, parts: Sequence[int], slots: list[list[Slot]]) -> None:
+    def _release(self, parts: Iterable[int], slots: list[list[Slot]]) -> None:
         if self._arenas is not None:
             for part, each in zip(parts, slots, strict=True):
                 self._arenas[part].release(each)
@@ -171,10 +280,14 @@ class SchedulerSide:
             self._spaces.pop(next(iter(self._spaces)))
         return spaces[part]
 
-    def _extras(self, request: Any, chunk_count: int) -> list[bytes]:
-        """Digests of what else than tokens the chunks stand for: images and the like."""
-        extras = [b""] * chunk_count
-        for feature in getattr(request, "mm_features", None) or ():
+    def _extras(self, state: _Request, chunk_count: int) -> list[bytes]:
+        """Digests of what else than tokens the chunks stand for: a LoRA, images and the like."""
+        lora = b""
+        if state.adapter is not None:
+            assert state.adapter.digest is not None
+            lora = b"\0lora\0" + state.adapter.digest  # no identifier begins like that
+        extras = [lora] * chunk_count
+        for feature in getattr(state.request, "mm_features", None) or ():
             offset, length = feature.mm_position.offset, feature.mm_position.length
             for chunk in range(offset // self._chunk, (offset + length - 1) // self._chunk + 1):
                 if chunk < chunk_count:
@@ -184,23 +297,38 @@ class SchedulerSide:
             extras.pop()
         return extras
 
+    def _knows_adapter(self, state: _Request, seconds: float) -> bool:
+        """Whether the files of the request's LoRA are digested. Waits so long at most. One that has
+        no digest has nothing to do with the store."""
+        if state.adapter is None:
+            return True
+        if not state.adapter.wait(seconds):
+            return False
+        if state.adapter.digest is None:
+            self._let_go(state)
+            state.load = state.save = False
+        return True
+
     # ---- Promises
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Tokens beyond `computed` that a load would bring; None: ask again."""
         state = self._state(request)
+        if state.load and not self._knows_adapter(state, self._patience):
+            self._patience = 0.0
+            return None
         ids = request.all_token_ids
         # One token at least is left to compute.
         chunk_count = (len(ids) - 1) // self._chunk
         first = computed // self._chunk
         if not state.load or computed % self._chunk or chunk_count <= first:
-            self._withdraw(state)
+            self._let_go(state)
             return 0
         if state.missing_chunk is not None:
             if state.saved > state.missing_chunk:
                 state.missing_chunk = None  # the request itself has put it there since
             elif first >= state.missing_chunk:
-                self._withdraw(state)
+                self._let_go(state)
                 return 0
         promise = state.promise
         if promise is not None and promise.first == first and promise.border <= chunk_count:
@@ -216,7 +344,7 @@ class SchedulerSide:
 
     def _start(self, state: _Request, ids: Any, chunk_count: int, first: int) -> Lookup:
         tokens = np.fromiter(ids[: chunk_count * self._chunk], np.int32, chunk_count * self._chunk)
-        extras = self._extras(state.request, chunk_count)
+        extras = self._extras(state, chunk_count)
 
         def fetch(part: int, first: int, border: int) -> quire.ChunkFetch:
             return self._space(state.salt, part).fetch(
@@ -227,17 +355,18 @@ class SchedulerSide:
             )
 
         self._add("lookups")
-        return Lookup(self._part_groups, fetch, first, chunk_count)
+        return Lookup([part.group for part in self._parts], fetch, first, chunk_count)
 
     def _answer(
         self, state: _Request, lookup: Lookup, chunk_count: int, first: int
     ) -> int | None:
-        if not lookup.poll(_POLL_SECONDS):
+        if not lookup.poll(self._patience):
+            self._patience = 0.0
             return None
         if lookup.missing is not None and state.missing_chunk is None:
             state.missing_chunk = lookup.missing
             self._add("misses", reason=lookup.miss)
-        room = self._room(lookup, first)
+        room = self._room(state, lookup, first)
         if room is None:
             return None  # a shorter one is looked for
         if lookup.border <= first or not room:
@@ -245,16 +374,17 @@ class SchedulerSide:
             state.missing_chunk = first
             return 0
         border = lookup.border
-        begins = [lookup.begin(part, first) for part in range(len(self._part_groups))]
+        begins = [lookup.begin(part, first) for part in range(len(self._parts))]
         slots = None if self._arenas is None else self._lease(self._arenas, lookup, begins)
         fetch, fetch_first = lookup.fetch(self._first_part)
-        tiers = [str(fetch.tier(i - fetch_first)) for i in range(first, border)]
+        # Where the model has nothing but states, one stands for all tokens before it.
+        tiers = [str(fetch.tier(max(0, i - fetch_first))) for i in range(first, border)]
         keys = self._learn(state, first, border - first)
         self.note([("stored", tier, key) for tier, key in zip(tiers, keys, strict=False)])
         state.promise = _Promise(first, border, lookup, begins, slots, tiers)
         return (border - first) * self._chunk
 
-    def _room(self, lookup: Lookup, first: int) -> bool | None:
+    def _room(self, state: _Request, lookup: Lookup, first: int) -> bool | None:
         """Whether shared memory has room for what was found; None: for a part of it, which has to
         be looked for."""
         if self._arenas is None or lookup.border <= first:
@@ -264,12 +394,14 @@ class SchedulerSide:
         lacks = [i for i, each in enumerate(free) if lookup.border - lookup.begin(i, first) > each]
         if not lacks:
             return True
-        self._add("no_room")
-        leads = [free[i] for i in lacks if self._part_groups[i].window is None]
+        if not state.has_no_room:
+            state.has_no_room = True
+            self._add("no_room")
+        leads = [free[i] for i in lacks if self._parts[i].group.window is None]
         if not leads or min(leads) == 0:
             return False
         lookup.limit(first + min(leads))
-        return self._room(lookup, first) if lookup.poll(0.0) else None
+        return self._room(state, lookup, first) if lookup.poll(0.0) else None
 
     def _lease(
         self, arenas: Sequence[Arena], lookup: Lookup, begins: Sequence[int]
@@ -290,7 +422,7 @@ class SchedulerSide:
         and vLLM computes them."""
         state = self._requests.get(request_id)
         if state is not None:
-            self._withdraw(state)  # no later plan may load into what is computed
+            self._let_go(state)  # no later plan may load into what is computed
         self._loads.append(self._lost_load(request_id, blocks))
 
     def _lost_load(self, request_id: str, blocks: Sequence[list[int]]) -> LoadPlan:
@@ -300,12 +432,15 @@ class SchedulerSide:
         return LoadPlan(next(_load_numbers), request, groups, [])
 
     def allocated(self, request: Any, blocks: Sequence[list[int]], external: int) -> None:
-        """vLLM has blocks for `external` tokens that were promised; 0: it takes none.
+        """vLLM has blocks for `external` tokens that were promised; 0: it takes none, or has taken
+        them in a call before.
 
         Raises RuntimeError for tokens that were not promised.
         """
         state = self._state(request)
         if external == 0:
+            if state.granted is None:
+                self._let_go(state)
             return
         promise = state.promise
         border = 0 if promise is None else promise.first + external // self._chunk
@@ -343,6 +478,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """The plan of one step."""
+        self._patience = _POLL_SECONDS
         plan = StepPlan(
             passports=self._by_rank(self._passports),
             process=os.getpid(),
@@ -362,30 +498,47 @@ class SchedulerSide:
                 continue
             blocks = output.kv_connector_block_state.get_block_ids(request_id)
             if state.granted is not None:
-                plan.loads.append(self._load(state, state.granted, blocks))
+                plan.loads.append(self._load_or_lost(state, state.granted, blocks))
             drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            full = (computed.get(request_id, 0) + scheduled - drafts) // self._chunk
-            save = self._save(state, full, blocks)
+            reached = computed.get(request_id, 0) + scheduled - drafts
+            try:
+                save = self._save(state, reached, blocks)
+            except Exception as error:
+                state.save = False
+                self._errors.append(error)
+                save = None
             if save is not None:
                 plan.saves.append(save)
         return plan
 
-    def _by_rank(self, parts: Sequence[Any]) -> list[list[Any]]:
-        count = len(self._groups)
-        return [list(parts[i : i + count]) for i in range(0, len(parts), count)]
+    def _load_or_lost(
+        self, state: _Request, promise: _Promise, blocks: Sequence[list[int]]
+    ) -> LoadPlan:
+        """A load that cannot be planned is in the plan as one that is lost."""
+        try:
+            return self._load(state, promise, blocks)
+        except Exception as error:
+            self._errors.append(error)
+            self._let_go(state)
+            return self._lost_load(state.request.request_id, blocks)
+
+    def _by_rank(self, of_parts: Sequence[Any]) -> list[list[Any]]:
+        return [[of_parts[i] for i in own] for own in self._parts_by_rank]
 
     def _load(
         self, state: _Request, promise: _Promise, blocks: Sequence[list[int]]
     ) -> LoadPlan:
         request_id = state.request.request_id
         border = promise.border
+        # The same in all parts of a group.
+        begins = {
+            part.number: begin for part, begin in zip(self._parts, promise.begins, strict=True)
+        }
         targets = [
-            _target(group, blocks[i], promise.begins[i], border)
-            for i, group in enumerate(self._groups)
+            _target(group, blocks[i], begins[i], border) for i, group in enumerate(self._groups)
         ]
         if not all(targets):
-            self._withdraw(state)
-            self._drop_lookup(state)
+            self._let_go(state)
             return self._lost_load(request_id, blocks)
         state.granted, state.lookup = None, None
         state.loaded = border
@@ -396,6 +549,7 @@ class SchedulerSide:
         fetches = promise.lookup.take()
         if promise.slots is None:
             fetches_in_flight[number] = fetches
+            self._in_flight.add(number)
             places = self._by_rank([ChunkPlace(first, None) for first in firsts])
         else:
             places = self._by_rank([ChunkPlace(0, each) for each in promise.slots])
@@ -407,15 +561,16 @@ class SchedulerSide:
         return LoadPlan(number, request_id if self.waits_for_loads else None, groups, places)
 
     def _save(
-        self, state: _Request, full: int, blocks: Sequence[list[int]]
+        self, state: _Request, reached: int, blocks: Sequence[list[int]]
     ) -> SavePlan | None:
+        """reached: tokens that are computed after the step."""
         request = state.request
         ids = request.all_token_ids
         # Tokens that are drawn while the next step is planned are not known yet: it is saved then.
         known = request.num_prompt_tokens if self._options.prompts_only else len(ids)
-        full = min(full, known // self._chunk)
+        full = min(reached, known) // self._chunk
         first = state.saved
-        if not state.save or full <= first:
+        if full <= first or not self._knows_adapter(state, 0.0) or not state.save:
             return None
         filled = [_blocks_of(group, blocks[i], first, full) for i, group in enumerate(self._groups)]
         if not all(filled):
@@ -427,12 +582,14 @@ class SchedulerSide:
             tokens=np.fromiter(ids[:end], np.int32, end),
             first=first,
             count=full - first,
+            ends_there=reached == end,
             blocks=filled,
             windows_first=state.loaded,
             salt=state.salt,
-            extras=self._extras(request, full),
+            extras=self._extras(state, full),
             ttl=state.ttl,
             pin=state.pin,
+            adapter=None if state.adapter is None else (state.adapter.path, state.adapter.facts),
         )
 
     # ---- Events
@@ -443,7 +600,7 @@ class SchedulerSide:
             return []
         end = (first + count) * self._chunk
         tokens = np.fromiter(state.request.all_token_ids[:end], np.int32, end)
-        extras = self._extras(state.request, first + count)
+        extras = self._extras(state, first + count)
         keys = self._space(state.salt, self._first_part).keys(tokens, extras=extras)
         self._events.learn(state.request, keys[first:], first)
         return keys[first:]
@@ -467,16 +624,14 @@ class SchedulerSide:
         has."""
         self._heard = max(self._heard, failed)
         for load in loads:
+            self._in_flight.discard(load[0])
             lease = self._leases.pop(load, None)
             if lease is not None:
-                self._release(self._parts_of(load[1]), lease.slots)
+                self._release(self._parts_by_rank[load[1]], lease.slots)
         for request_id in lost:
             state = self._requests.get(request_id)
             if state is not None:
                 state.load, state.loaded = False, 0  # it is computed, and not looked for again
-
-    def _parts_of(self, rank: int) -> range:
-        return range(rank * len(self._groups), (rank + 1) * len(self._groups))
 
     def _end_overdue_leases(self) -> None:
         """Workers have not ended these loads: one is gone, or a step takes long. One that comes
@@ -486,7 +641,7 @@ class SchedulerSide:
             if lease.begin > latest:
                 break
             del self._leases[load]
-            self._release(self._parts_of(load[1]), lease.slots)
+            self._release(self._parts_by_rank[load[1]], lease.slots)
             self._add("overdue_leases")
 
     # ---- Control
@@ -504,8 +659,7 @@ class SchedulerSide:
         if self._events is not None:
             self._events.forget()
         for state in self._requests.values():
-            self._withdraw(state)
-            self._drop_lookup(state)
+            self._let_go(state)
             state.missing_chunk = None
             state.save = False  # its blocks are of the weights before
         return True
@@ -513,7 +667,11 @@ class SchedulerSide:
     def close(self) -> None:
         for request_id in list(self._requests):
             self.finish(request_id)
+        for number in self._in_flight:
+            for fetch in fetches_in_flight.pop(number, ()):
+                fetch.close()
         self._spaces.clear()
+        self._adapters.close()
         for arena in self._arenas or ():
             arena.close()
 
@@ -523,10 +681,31 @@ class SchedulerSide:
         full = name if reason is None else f"{name}.{reason}"
         self._count[full] = self._count.get(full, 0) + by
 
+    def take_errors(self) -> list[Exception]:
+        """What has failed in plans since the last call."""
+        found, self._errors = self._errors, []
+        return found
+
     def take_counts(self) -> dict[str, int]:
         """Counts since the last call."""
         counts, self._count = self._count, {}
         return counts
+
+
+def _parameters(given: Any) -> tuple[bool | str, float, bool]:
+    """`quire_skip`, `quire_ttl` and `quire_pin` of a request's kv_transfer_params."""
+    if not isinstance(given, Mapping):
+        given = {}
+    skip, pin = given.get("quire_skip", False), given.get("quire_pin", False)
+    if not isinstance(skip, bool) and skip not in ("load", "save"):
+        raise errors.BadArgumentError(
+            f'quire_skip is {skip!r}; it must be true, false, "load" or "save"'
+        )
+    if not isinstance(pin, bool):
+        raise errors.BadArgumentError(f"quire_pin is {pin!r}; it must be true or false")
+    ttl = given.get("quire_ttl", 0.0)
+    milliseconds(ttl, "quire_ttl")
+    return skip, float(ttl), pin
 
 
 def _blocks_of(group: KvGroup, blocks: list[int], first: int, border: int) -> list[int]:

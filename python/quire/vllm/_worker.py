@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import quire
 from quire import errors
 from quire.vllm import _blocks
+from quire.vllm._adapters import is_unchanged
 from quire.vllm._arena import ArenaView, SharedChunks
+from quire.vllm._base import log
 from quire.vllm._events import StoreEvent
-from quire.vllm._groups import NULL_BLOCK, KvGroup
+from quire.vllm._groups import NULL_BLOCK, KvGroup, KvRows
+from quire.vllm._identity import is_canonical
+from quire.vllm._kernel import CacheWriter, NotLearntError
 from quire.vllm._options import SPACES_MAX, Options, close_store, open_store
-from quire.vllm._plan import LoadPlan, SavePlan, StepPlan, WorkerReport
+from quire.vllm._order import KernelOrder, check_order, learn_order
+from quire.vllm._plan import Handshake, LoadPlan, SavePlan, StepPlan, WorkerReport
 from quire.vllm._scheduler import fetches_in_flight
 
 __all__ = ["WorkerSide"]
@@ -30,13 +35,28 @@ class WorkerSide:
         block_count: int,
         *,
         rank: int = 0,
+        tells_layers: bool = False,
         tells_events: bool = False,
+        writer_of: Callable[[str, KvRows], CacheWriter] | None = None,
     ) -> None:
-        self._options, self._groups, self._rank = options, list(groups), rank
+        """groups: of the model, with the layers that this worker has. tells_layers: the scheduler
+        knows only those of the first stage. writer_of: vLLM's operator of a layer, by its name;
+        None: orders are not learnt."""
+        self._options, self._rank = options, rank
+        self._layer_names = [group.layer_names for group in groups]
+        # Numbers, in vLLM's tables of blocks, of the groups of which it has layers.
+        self._numbers = [i for i, group in enumerate(groups) if group.layer_names]
+        self._groups = [groups[i] for i in self._numbers]
+        self._tells_layers = tells_layers
         self._tells_events = tells_events
         self._is_apart = False  # from the scheduler, which then has another store
         self._block_count = block_count
-        self._blocks: list[_blocks.Blocks] = []  # vLLM's own memory, of each group
+        self._writer_of = writer_of
+        self._stream: _blocks.Stream | None = None  # None: the KV is in the CPU's memory
+        self._layers: list[list[Any]] = []  # vLLM's own memory, of each group, in bytes
+        self._orders: list[KernelOrder | None] = []  # what was learnt of each group
+        self._canonical: list[bool] = []  # whether its chunks are
+        self._blocks: list[_blocks.Blocks] = []  # the same memory, in this form
         self._store: quire.ChunkStore | None = None
         self._passports: list[dict[str, Any]] = []
         self._spaces: dict[bytes, list[quire.ChunkSpace]] = {}
@@ -54,28 +74,91 @@ class WorkerSide:
     # ---- Memory
 
     def register(self, caches: Mapping[str, Any]) -> None:
-        """vLLM's tensors, by the names of their layers.
+        """vLLM's tensors, by the names of their layers. Again: what was saved from those before
+        is kept.
 
         Raises BadArgumentError for tensors that are not pages of the size that vLLM told, or not on
         one device that the connector knows.
         """
-        layers = [
+        for each in self._blocks:
+            each.finish(wait=True)
+        self._layers = [
             [self._pages(caches, group, name) for name in group.layer_names]
             for group in self._groups
         ]
-        devices = {str(each.device) for group in layers for each in group}
+        devices = {str(each.device) for layers in self._layers for each in layers}
+        if not devices:
+            return  # a stage without layers that have KV
         if len(devices) != 1:
             raise errors.BadArgumentError(
                 f"QuireConnector: the KV is on the devices {sorted(devices)}; it takes one"
             )
-        stream = _blocks.stream_of(layers[0][0].device)
-        for group, each in zip(self._groups, layers, strict=True):
-            staging = self._options.staging_bytes // len(self._groups)
-            self._blocks.append(
-                _blocks.HostBlocks(each, group.part)
-                if stream is None
-                else _blocks.DeviceBlocks(each, group.part, stream, staging)
+        self._orders = [None] * len(self._groups)
+        self._stream = _blocks.stream_of(self._layers[0][0].device)
+        if self._writer_of is not None:
+            self._orders = [
+                None if group.state else self._learn(group, layers, self._writer_of)
+                for group, layers in zip(self._groups, self._layers, strict=True)
+            ]
+        self._make_blocks([each is not None for each in self._orders])
+
+    def _learn(
+        self,
+        group: KvGroup,
+        layers: Sequence[Any],
+        writer_of: Callable[[str, KvRows], CacheWriter],
+    ) -> KernelOrder | None:
+        """The order of a group's blocks, the same one in all layers; None: they have none."""
+        names, rows = group.layer_names, group.rows
+        try:
+            if rows is None:
+                raise NotLearntError("a block has something else than keys and values")
+            if self._stream is None and not all(each[0].is_contiguous() for each in layers):
+                raise NotLearntError("a block has gaps")
+            order = learn_order(writer_of(names[0], rows), layers[0], group, rows)
+            for name, pages in zip(names, layers, strict=True):
+                check_order(order, writer_of(name, rows), pages, group, rows)
+        except Exception as error:  # whatever vLLM's operator raises
+            log.warning(
+                "QuireConnector: the order within blocks of %s and others is not known (%s); their "
+                "chunks are found by processes of the same kernel and size of blocks only",
+                names[0],
+                error,
             )
+            return None
+        log.info("QuireConnector: the order within blocks of %s and others is learnt", names[0])
+        return order
+
+    def handshake(self) -> Handshake | None:
+        """What the scheduler has to know before the first request; None: nothing."""
+        if not self._tells_layers and all(each is None for each in self._orders):
+            return None
+        return Handshake(self._rank, self._layer_names, self._orders)
+
+    def _make_blocks(self, canonical: list[bool]) -> None:
+        """Blocks as the places that canonical chunks, or opaque ones, of each group lie in."""
+        self._canonical, self._blocks = canonical, []
+        staging = self._options.staging_bytes // len(self._groups)
+        for number, (group, layers) in enumerate(zip(self._groups, self._layers, strict=True)):
+            order = self._orders[number] if canonical[number] else None
+            self._blocks.append(
+                _blocks.HostBlocks(layers, group.part, order)
+                if self._stream is None
+                else _blocks.DeviceBlocks(layers, group.part, self._stream, staging, order)
+            )
+
+    def _follow(self, plan: StepPlan) -> None:
+        """The scheduler says which form chunks have. It has heard of the orders before the first
+        step, or never."""
+        canonical = [is_canonical(each) for each in plan.passports[self._rank]]
+        lacks = [each is None for each in self._orders]
+        if any(each and lack for each, lack in zip(canonical, lacks, strict=True)):
+            raise errors.BadStateError(
+                "QuireConnector: vLLM has registered blocks again, and their order is not known "
+                "any more"
+            )
+        if self._blocks and canonical != self._canonical:
+            self._make_blocks(canonical)
 
     def _pages(self, caches: Mapping[str, Any], group: KvGroup, name: str) -> Any:
         """A layer's tensor as bytes [blocks, ...]."""
@@ -84,8 +167,19 @@ class WorkerSide:
         tensor = caches.get(name)
         if tensor is None:
             raise errors.BadArgumentError(f"QuireConnector: vLLM registers no KV of {name}")
+        if not isinstance(tensor, torch.Tensor):
+            raise errors.BadArgumentError(
+                f"QuireConnector: vLLM registers the KV of {name} as a {type(tensor).__name__}, "
+                "not as a tensor"
+            )
         pages = tensor.view(torch.uint8)
-        if pages.shape[0] != self._block_count and pages.dim() > 1:
+        if group.state:
+            pages = self._with_padding(pages, group)
+        elif pages.shape[0] > self._block_count and pages.shape[0] % self._block_count == 0:
+            # The kernel has smaller blocks.
+            part = pages.shape[0] // self._block_count
+            pages = pages.view(self._block_count, part, *pages.shape[1:])
+        elif pages.shape[0] != self._block_count and pages.dim() > 1:
             pages = pages.transpose(0, 1)  # keys of all blocks, then values
         if pages.shape[0] != self._block_count or pages[0].numel() != group.page_bytes:
             raise errors.BadArgumentError(
@@ -94,10 +188,19 @@ class WorkerSide:
             )
         return pages
 
+    def _with_padding(self, pages: Any, group: KvGroup) -> Any:
+        """Blocks of states [blocks, ...] with some of what follows each of them in its page."""
+        is_whole = pages[0].is_contiguous() and pages[0].numel() <= group.page_bytes
+        if is_whole and group.page_bytes <= pages.stride(0):
+            return pages.as_strided(
+                (len(pages), group.page_bytes), (pages.stride(0), 1), pages.storage_offset()
+            )
+        return pages  # which is refused
+
     # ---- The store
 
     def _group_spaces(self, plan: StepPlan, salt: bytes) -> list[quire.ChunkSpace]:
-        """One for each group."""
+        """One for each group that it has layers of."""
         if self._store is None:
             # RAM of this process is of use for the scheduler only if it is the same process.
             shared = plan.process == os.getpid()
@@ -141,12 +244,14 @@ class WorkerSide:
     def _load(self, plan: StepPlan, load: LoadPlan) -> None:
         if len(self._blocks) != len(self._groups):
             raise errors.BadStateError("QuireConnector: vLLM has registered no KV")
+        self._follow(plan)
         fetches = fetches_in_flight.pop(load.number, [])
         try:
             if not load.places:
                 raise RuntimeError(f"load {load.number} is lost")
             places = load.places[self._rank]
-            for number, (place, target) in enumerate(zip(places, load.groups, strict=True)):
+            targets = [load.groups[i] for i in self._numbers]
+            for number, (place, target) in enumerate(zip(places, targets, strict=True)):
                 source: _blocks.Source
                 if place.slots is not None:
                     source = SharedChunks(self._arena_views(plan)[number], place.slots)
@@ -202,22 +307,31 @@ class WorkerSide:
         queue, those of a GPU when the GPU has copied them, which a later call finds."""
         for each in self._blocks:
             each.finish()
-        if plan is None or not self._blocks:
+        if plan is None or not plan.saves or not self._blocks:
             return
+        self._follow(plan)
         for save in plan.saves:
             # Blocks of a failed load may be in what this step has computed, unless requests wait
             # for their loads.
             if plan.heard < self._failed and not plan.waits_for_loads:
                 self._add("dropped_saves", save.count * len(self._groups))
-            else:
+                continue
+            try:
                 self._save(plan, save)
+            except Exception as error:  # others are saved
+                self._errors.append(error)
 
     def _save(self, plan: StepPlan, save: SavePlan) -> None:
+        if save.adapter is not None and not is_unchanged(*save.adapter):
+            self._add("dropped_saves", save.count * len(self._groups))
+            return
         spaces = self._group_spaces(plan, save.salt)
+        own = [save.blocks[i] for i in self._numbers]
         for group, blocks, space, filled in zip(
-            self._groups, self._blocks, spaces, save.blocks, strict=True
+            self._groups, self._blocks, spaces, own, strict=True
         ):
             wanted = space.wanted(save.tokens, extras=save.extras)
+            pinned = space.keys(save.tokens, extras=save.extras) if save.pin else []
             lead = group.never_needed
             for index in range(save.first, save.first + save.count):
                 begin = (index - save.first) * group.part
@@ -226,35 +340,41 @@ class WorkerSide:
                     index < save.windows_first or NULL_BLOCK in chunk
                 ):
                     continue  # they are not there any more, or have not all been filled
+                is_last = index == save.first + save.count - 1
+                if group.state and not (save.ends_there and is_last):
+                    continue  # a block has the state of another token, or none
+                pin = pinned[index : index + 1]
                 if wanted[index]:
-                    blocks.save(chunk, functools.partial(self._put, space, save, index), lead)
-                elif save.pin:
-                    self._pin(space, save, index)
+                    put = functools.partial(self._put, space, save, index, pin)
+                    blocks.save(chunk, put, lead)
+                else:
+                    self._pin(pin)
 
     def _put(
         self,
         space: quire.ChunkSpace,
         save: SavePlan,
         index: int,
+        pin: list[str],
         memory: quire.BlockMemory,
         blocks: list[int],
     ) -> None:
-        """Gives the store a chunk. Called while others are loaded or saved, too: raises nothing."""
+        """Gives the store a chunk; pin: its key, if it is pinned. Called while others are loaded or
+        saved, too: raises nothing."""
         try:
             space.put(
                 index, save.tokens, memory=memory, blocks=blocks, extras=save.extras, ttl=save.ttl
             )
             self._add("saved_tokens", self._options.chunk_tokens)
-            if save.pin:
-                self._pin(space, save, index)
+            self._pin(pin)
         except errors.FullError:
             self._add("dropped_saves")
         except Exception as error:
             self._errors.append(error)
 
-    def _pin(self, space: quire.ChunkSpace, save: SavePlan, index: int) -> None:
-        if self._store is not None:
-            self._store.pin([space.keys(save.tokens, extras=save.extras)[index]])
+    def _pin(self, keys: list[str]) -> None:
+        if keys and self._store is not None:
+            self._store.pin(keys)
 
     def close(self) -> None:
         """Writes what was saved and what is queued."""

@@ -7,27 +7,36 @@ vLLM computes them; nothing else ever stands in for bytes that were not verified
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import logging
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from quire import errors
-from quire.vllm._arena import Arena
-from quire.vllm._base import HAS_VLLM, ConnectorBase, SupportsHMA, TransferResults, is_worker
+from quire.vllm._adapters import Adapters
+from quire.vllm._base import (
+    HAS_VLLM,
+    ConnectorBase,
+    SupportsHMA,
+    TransferResults,
+    is_worker,
+    log,
+)
 from quire.vllm._events import ChunkEvents
-from quire.vllm._groups import KvGroup, common_block, groups_of
-from quire.vllm._identity import passport_of
+from quire.vllm._groups import KvGroup, common_block, groups_of, has_states
+from quire.vllm._identity import Shard, check_weights
+from quire.vllm._kernel import cache_writer
 from quire.vllm._options import Options, close_store, open_store
-from quire.vllm._plan import StepPlan, WorkerReport
+from quire.vllm._parts import Part, parts_of, share_memory
+from quire.vllm._plan import Handshake, StepPlan, WorkerReport
 from quire.vllm._scheduler import SchedulerSide
 from quire.vllm._statistics import QuireStatistics, prometheus_metrics
 from quire.vllm._worker import WorkerSide
 
 __all__ = ["QuireConnector"]
 
-_log = logging.getLogger("vllm.quire" if HAS_VLLM else "quire.vllm")
 _TESTED = (0, 32)  # of vLLM
 _SOURCES = {"ram": "HOST", "disk": "DISK", "redis": "EXTERNAL_UNSPECIFIED"}
 
@@ -35,6 +44,13 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Workers of this process, so that a scheduler knows whether its worker is one of them.
 _workers_here: weakref.WeakSet[Any] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_workers_here.clear)
+
+#: What a step's plan is made of.
+_OUTPUT_FIELDS = (
+    "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
+    "scheduled_spec_decode_tokens", "kv_connector_block_state",
+)  # fmt: skip
 
 
 def _guarded(answer: Callable[[], Any]) -> Callable[[_F], _F]:
@@ -58,6 +74,21 @@ def _nothing() -> None:
     return None
 
 
+def _check_apart(options: Options) -> None:
+    """BadArgumentError for options that need a scheduler and a worker in one process."""
+    if not options.has_slow_tier:
+        raise errors.BadArgumentError(
+            "QuireConnector: scheduler and worker are two processes, which have no RAM in "
+            "common: give a directory or redis (or VLLM_ENABLE_V1_MULTIPROCESSING=0)"
+        )
+    if options.store.get("write_policy", "through") != "through":
+        raise errors.BadArgumentError(
+            "QuireConnector: scheduler and worker are two processes, and the worker, which has "
+            "no RAM of the store's, writes through: leave write_policy out (or "
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0)"
+        )
+
+
 def _check_version() -> None:
     if not HAS_VLLM:
         return
@@ -65,7 +96,7 @@ def _check_version() -> None:
 
     parts = str(vllm.__version__).split(".")
     if tuple(int(part) for part in parts[:2] if part.isdigit()) != _TESTED:
-        _log.warning(
+        log.warning(
             "QuireConnector was tested with vLLM %d.%d; this is %s", *_TESTED, vllm.__version__
         )
     missing = sorted(
@@ -78,6 +109,18 @@ def _check_version() -> None:
             f"QuireConnector: vLLM {vllm.__version__} asks for methods that it lacks: "
             f"{', '.join(missing)}"
         )
+    _check_output(vllm.__version__)
+
+
+def _check_output(version: str) -> None:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    told = {each.name for each in dataclasses.fields(SchedulerOutput)}
+    untold = [name for name in _OUTPUT_FIELDS if name not in told]
+    if untold:
+        raise errors.IncompatibleError(
+            f"QuireConnector: vLLM {version} does not tell a connector {', '.join(untold)}"
+        )
 
 
 def _wants_events(vllm_config: Any) -> bool:
@@ -85,59 +128,81 @@ def _wants_events(vllm_config: Any) -> bool:
     return bool(getattr(events, "enable_kv_cache_events", False))
 
 
-def _check_parallel(parallel: Any, ranks: int) -> None:
+def _shards(parallel: Any) -> list[Shard]:
+    """What each worker holds of the model, by rank.
+
+    Raises BadArgumentError for workers that hold something else, or are on several hosts.
+    """
+    tensor = int(getattr(parallel, "tensor_parallel_size", 1))
     stages = int(getattr(parallel, "pipeline_parallel_size", 1))
+    workers = int(getattr(parallel, "world_size", 1))
     contexts = [
         int(getattr(parallel, f"{name}_context_parallel_size", 1)) for name in ("decode", "prefill")
     ]
-    tensor = int(getattr(parallel, "tensor_parallel_size", 1))
-    if stages != 1 or contexts != [1, 1] or tensor != ranks:
+    if contexts != [1, 1] or tensor * stages != workers:
         raise errors.BadArgumentError(
-            f"QuireConnector: {ranks} workers by pipeline or context parallel; it takes tensor "
-            "parallel alone"
+            f"QuireConnector: {workers} workers by context parallel; it takes tensor and pipeline "
+            "parallel"
         )
-
-
-def _arenas(options: Options, parts: list[KvGroup]) -> list[Arena]:
-    """Shared memory of all parts, of as many chunks each."""
-    chunk_bytes = [part.layer_bytes * len(part.layer_names) for part in parts]
-    return [
-        Arena(
-            options.shared_bytes * each // sum(chunk_bytes), part.layer_bytes, len(part.layer_names)
+    hosts = int(getattr(parallel, "nnodes", 1))
+    if hosts != 1:
+        raise errors.BadArgumentError(
+            f"QuireConnector: the workers are on {hosts} hosts; it takes one, whose memory they "
+            "share with the scheduler"
         )
-        for part, each in zip(parts, chunk_bytes, strict=True)
-    ]
+    return Shard.all_of(tensor, stages)
 
 
 def _events(vllm_config: Any, options: Options, groups: list[KvGroup]) -> ChunkEvents | None:
-    """Events of the first group that attends to everything. None: vLLM wants none, or its hashes
-    are not of that group's blocks."""
+    """Events of the first group that attends to everything. None: vLLM wants none, its hashes are
+    not of that group's blocks, or there are only states, which most blocks lack."""
     block_size = int(vllm_config.cache_config.block_size)
     if not _wants_events(vllm_config) or any(each.block_size != block_size for each in groups):
         return None
     number = next((i for i, each in enumerate(groups) if each.window is None), 0)
+    if groups[number].state:
+        return None
     return ChunkEvents(block_size, options.chunk_tokens, number)
+
+
+def _make_parts(
+    vllm_config: Any,
+    shards: Sequence[Shard],
+    shared_bytes: int,
+    of_workers: Sequence[Sequence[KvGroup]],
+) -> list[Part]:
+    """shared_bytes: 0 where the one worker is in this process."""
+    parts = parts_of(vllm_config, shards, of_workers)
+    if shared_bytes:
+        share_memory(parts, shared_bytes)
+    return parts
 
 
 class QuireConnector(ConnectorBase, SupportsHMA):  # type: ignore[misc]
     """A KV connector of vLLM over quire.ChunkStore.
 
     Raises, at the start only:
-        BadArgumentError: an option, a model whose KV it cannot keep (a recurrent state and others),
-            pipeline parallel, or KV that is neither a CPU's nor a CUDA GPU's.
+        BadArgumentError: an option, a model whose KV it cannot keep (chunked attention and others),
+            context parallel, several hosts, or KV that is neither a CPU's nor a CUDA GPU's.
         IncompatibleError: a vLLM whose interface has methods that the connector lacks.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         _check_version()
+        self._engine_id = getattr(self._kv_transfer_config, "engine_id", None)
         self._seen_failures: set[tuple[str, str]] = set()
         self._errors = 0
         parallel = vllm_config.parallel_config
-        ranks = int(getattr(parallel, "world_size", 1))
-        _check_parallel(parallel, ranks)
+        shards = _shards(parallel)
+        has_stages = shards[0].stage_count > 1
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
-        self._options = Options.read(extra, common_block(kv_cache_config))
+        self._options = Options.read(
+            extra,
+            common_block(kv_cache_config),
+            # States are stored at the ends of chunks where a step ends, and those end with blocks.
+            joins_blocks=not has_states(kv_cache_config),
+        )
         groups = groups_of(kv_cache_config, self._options.chunk_tokens)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -146,44 +211,55 @@ class QuireConnector(ConnectorBase, SupportsHMA):  # type: ignore[misc]
                 self._options,
                 groups,
                 kv_cache_config.num_blocks,
-                rank=int(getattr(parallel, "rank", 0)) % ranks,
+                rank=int(getattr(parallel, "rank", 0)) % len(shards),
+                tells_layers=has_stages,
                 tells_events=_wants_events(vllm_config),
+                writer_of=functools.partial(cache_writer, vllm_config)
+                if self._options.layout == "auto"
+                else None,
             )
             _workers_here.add(self)
             return
-        passports = [
-            passport_of(vllm_config, group, rank=rank, rank_count=ranks, is_only=len(groups) == 1)
-            for rank in range(ranks)
-            for group in groups
-        ]
-        apart = len(_workers_here) == 0
-        if apart and not self._options.has_slow_tier:
-            raise errors.BadArgumentError(
-                "QuireConnector: scheduler and worker are two processes, which have no RAM in "
-                "common: give a directory or redis (or VLLM_ENABLE_V1_MULTIPROCESSING=0)"
-            )
+        apart = not any(each._engine_id == self._engine_id for each in _workers_here)
+        if apart:
+            _check_apart(self._options)
+        check_weights(vllm_config)  # fails here, and not when workers are heard
+
+        shared_bytes = self._options.shared_bytes if apart or len(shards) > 1 else 0
         self._store = open_store(self._options)
-        self._scheduler = SchedulerSide(
-            self._store,
-            self._options,
-            groups,
-            passports,
-            _arenas(self._options, groups * ranks) if apart or ranks > 1 else None,
-            events=_events(vllm_config, self._options, groups),
-        )
-        if self._scheduler.waits_for_loads and TransferResults is None:
-            raise errors.IncompatibleError(
-                "QuireConnector: this vLLM cannot be told that a load has failed where a model has "
-                "several groups of layers, windows, or several workers"
+        try:
+            self._scheduler = SchedulerSide(
+                self._store,
+                self._options,
+                groups,
+                functools.partial(_make_parts, vllm_config, shards, shared_bytes),
+                worker_count=len(shards),
+                is_told=has_stages,
+                events=_events(vllm_config, self._options, groups),
+                adapters=Adapters(getattr(vllm_config, "lora_config", None)),
             )
+            if self._scheduler.waits_for_loads and TransferResults is None:
+                raise errors.IncompatibleError(
+                    "QuireConnector: this vLLM cannot be told that a load has failed where a model "
+                    "has several groups of layers, windows, or several workers"
+                )
+        except BaseException:
+            close_store(self._store)
+            raise
 
     def _failed(self, call: str, error: Exception) -> None:
         self._errors += 1
         seen = (call, type(error).__name__)
         if seen not in self._seen_failures:
             self._seen_failures.add(seen)
-            _log.error(
-                "QuireConnector.%s failed; it goes on without: %s", call, error, exc_info=error
+            # What names itself needs no traceback.
+            is_named = isinstance(error, (errors.QuireError, OSError))
+            log.error(
+                "QuireConnector.%s failed; it goes on without: %s: %s",
+                call,
+                type(error).__name__,
+                error,
+                exc_info=None if is_named else error,
             )
 
     @property
@@ -199,6 +275,15 @@ class QuireConnector(ConnectorBase, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
     # ---- Scheduler
+
+    @_guarded(_nothing)
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """What the workers have learnt, once they have registered their KV."""
+        self._here.hear([each for each in metadata.values() if isinstance(each, Handshake)])
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        """The same, by pipeline stage and rank."""
+        self.set_xfer_handshake_metadata(metadata)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -243,8 +328,11 @@ class QuireConnector(ConnectorBase, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         # A plan that lacks a load would leave blocks that vLLM believes to be filled, so this one
-        # call has no answer that stands for it.
-        return self._here.plan(scheduler_output)
+        # call has no answer that stands for it. What fails for one request is in the plan.
+        plan = self._here.plan(scheduler_output)
+        for error in self._here.take_errors():
+            self._failed("build_connector_meta", error)
+        return plan
 
     @_guarded(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -279,6 +367,10 @@ class QuireConnector(ConnectorBase, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._there.register(kv_caches)
+
+    @_guarded(_nothing)
+    def get_handshake_metadata(self) -> Handshake | None:
+        return self._there.handshake()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._plan()

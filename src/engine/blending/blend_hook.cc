@@ -103,7 +103,9 @@ void BlendHook::NoteDropped(std::span<const int64_t> selected) {
     if (std::binary_search(selected.begin(), selected.end(), row)) return;
     --counts_.recomputed;
     QUIRE_CHECK(counts_.recomputed >= 0) << "a row is dropped twice";
-    const double deviation = deviations_[static_cast<size_t>(row)];
+    // Rows that are no numbers deviate infinitely, which JSON has no word for.
+    const double deviation =
+        std::min(deviations_[static_cast<size_t>(row)], std::numeric_limits<float>::max());
     counts_.deviation_sum += deviation;
     counts_.deviation_max = std::max(counts_.deviation_max, deviation);
   };

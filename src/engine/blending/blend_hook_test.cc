@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace quire {
@@ -91,6 +92,17 @@ TEST_F(BlendHookTest, ARowThatIsNotANumberGoesOnFirst) {
   EXPECT_FLOAT_EQ(hook.counts().deviation_max, 9) << "the others are compared as they are";
 }
 
+// The usage is printed as JSON, where "Infinity" is no number.
+TEST_F(BlendHookTest, WhatIsToldOfRowsThatAreNoNumbersIsFinite) {
+  Take(0, 40);
+  BlendHook hook = Hook({.ratios = {0.0}}, {{50, 100}, {100, 140}});
+  std::vector<float> values(kRows, 0.5F);
+  values[7] = NAN, values[20] = INFINITY;
+  EXPECT_EQ(Ask(&hook, 1, values), Rows{39});
+  EXPECT_EQ(hook.counts().deviation_max, std::numeric_limits<float>::max());
+  EXPECT_TRUE(std::isfinite(hook.counts().deviation_sum));
+}
+
 TEST_F(BlendHookTest, InvalidRowsAndThePromptsLastOneGoOn) {
   Take(0, 10);
   Take(12, 40);
@@ -110,8 +122,10 @@ TEST_F(BlendHookTest, ARowGoesOnWhereNoneIsAskedFor) {
 
 TEST_F(BlendHookTest, EachDocumentThatBeginsInThePieceHasLinkTokens) {
   Take(0, 40);
-  BlendHook hook = Hook({.ratios = {0.0}, .link_tokens = 2}, {{50, 100}, {100, 120}, {120, 140}});
-  EXPECT_EQ(Ask(&hook, 1, std::vector<float>(kRows, 1.0F)), (Rows{0, 1, 20, 21}));
+  for (const PromptDocument& before : {PromptDocument{50, 100}, PromptDocument{20, 50}}) {
+    BlendHook hook = Hook({.ratios = {0.0}, .link_tokens = 2}, {before, {100, 120}, {120, 140}});
+    EXPECT_EQ(Ask(&hook, 1, std::vector<float>(kRows, 1.0F)), (Rows{0, 1, 20, 21}));
+  }
 }
 
 TEST_F(BlendHookTest, ADocumentThatGoesOnHasNone) {

@@ -1,7 +1,9 @@
 #include "engine/blending/blend_plan.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <functional>
 #include <iomanip>
 #include <sstream>
 #include <utility>
@@ -86,6 +88,39 @@ Status CheckPromptDocuments(const BlendRequest& request, int64_t prompt_tokens) 
   return {};
 }
 
+using HashPair = std::array<uint64_t, 2>;
+
+// Sums over the tokens before each part in its chain. A chain may have thousands of parts in a
+// prompt, and millions of tokens: it is gone through once. So a hash depends on the places of the
+// chain's other parts, too, which recipes have as well.
+std::vector<HashPair> HashesBefore(std::span<const FoundDocument> found) {
+  std::vector<const FoundDocument*> parts;
+  for (const FoundDocument& document : found) parts.push_back(&document);
+  std::sort(parts.begin(), parts.end(), [](const FoundDocument* a, const FoundDocument* b) {
+    return a->chain != b->chain ? std::less<>()(a->chain.get(), b->chain.get()) : a->from < b->from;
+  });
+  std::vector<HashPair> hashes(found.size());
+  const std::vector<int32_t>* chain = nullptr;
+  HashPair sum = {};
+  int64_t at = 0;
+  for (const FoundDocument* part : parts) {
+    if (part->chain.get() != chain) {
+      chain = part->chain.get();
+      sum = {1, 2};
+      at = 0;
+    }
+    const auto tokens =
+        std::span(*chain).subspan(static_cast<size_t>(at), static_cast<size_t>(part->from - at));
+    // Parts at one place have one sum, whichever comes first.
+    for (uint64_t& hash : sum) {
+      if (!tokens.empty()) hash = Hash64(tokens.data(), tokens.size_bytes(), hash);
+    }
+    at = part->from;
+    hashes[static_cast<size_t>(part - found.data())] = sum;
+  }
+  return hashes;
+}
+
 }  // namespace
 
 Status CheckBlend(const ModelInfo& model, int64_t prompt_tokens, const SamplingOptions& options,
@@ -120,6 +155,7 @@ Status CheckBlend(const ModelInfo& model, int64_t prompt_tokens, const SamplingO
 std::string BlendRecipe(const BlendRequest& request, std::span<const FoundDocument> found,
                         int64_t piece_max) {
   std::ostringstream text;
+  text.exceptions(std::ios::badbit);  // without memory it would end early, as another one may
   const auto bits = [&](double value) { text << std::bit_cast<uint64_t>(value + 0.0) << ' '; };
   const BlendOptions& options = request.options;
   text << "piece " << piece_max << " metric " << static_cast<int>(options.metric) << " links "
@@ -136,10 +172,10 @@ std::string BlendRecipe(const BlendRequest& request, std::span<const FoundDocume
   }
   // Prefix caches compare the tokens of the prompt; what stood before a known document is not among
   // them.
-  for (const FoundDocument& document : found) {
-    const size_t bytes = static_cast<size_t>(document.from) * sizeof(int32_t);
-    text << "found " << document.begin << ' ' << document.end << " behind " << document.from;
-    for (const uint64_t seed : {1, 2}) text << ' ' << Hash64(document.chain->data(), bytes, seed);
+  const std::vector<HashPair> before = HashesBefore(found);
+  for (size_t i = 0; i < found.size(); ++i) {
+    text << "found " << found[i].begin << ' ' << found[i].end << " behind " << found[i].from;
+    for (const uint64_t hash : before[i]) text << ' ' << hash;
     text << ' ';
   }
   return text.str();
@@ -152,14 +188,20 @@ BlendPlan::BlendPlan(const ModelInfo& model, std::span<const int32_t> prompt,
       found_(std::move(found)),
       own_end_(found_own_end),
       prompt_tokens_(static_cast<int64_t>(prompt.size())),
-      bos_token_(model.bos_token_id),
       layer_count_(static_cast<int64_t>(model.layers.size())) {
+  if (model.bos_token_id >= 0) bos_.push_back(static_cast<int32_t>(model.bos_token_id));
   if (found_.empty()) {
     const auto movable = MovableDocuments(request_.documents);
     movable_.assign(movable.begin(), movable.end());
     if (movable_.size() < request_.documents.size()) own_end_ = request_.documents.front().end;
   }
-  for (const FoundDocument& document : found_) movable_.push_back({document.begin, document.end});
+  std::set<std::span<const int32_t>, EndsFirst> anchors;  // of which each is kept once
+  for (const FoundDocument& document : found_) {
+    movable_.push_back({document.begin, document.end});
+    const std::span<const int32_t> chain = *document.chain;
+    const auto anchor = chain.first(static_cast<size_t>(document.anchor_tokens));
+    found_anchors_.push_back(*anchors.insert(anchor).first);
+  }
   document_count_ = std::ssize(found_.empty() ? request_.documents : movable_);
   if (prompt_tokens_ >= request.options.min_tokens) pieces_ = CutPieces(movable_, piece_max);
   counts_.resize(pieces_.size());
@@ -195,27 +237,62 @@ int64_t BlendPlan::BorderBefore(int64_t length) const {
   return length;
 }
 
+std::vector<int32_t> BlendPlan::Chain::tokens() const {
+  std::vector<int32_t> joined(anchor.begin(), anchor.end());
+  joined.insert(joined.end(), rest.begin(), rest.end());
+  return joined;
+}
+
+bool BlendPlan::Chain::IsOf(std::span<const int32_t> tokens) const {
+  if (std::ssize(tokens) != size()) return false;
+  return std::ranges::equal(tokens.last(rest.size()), rest) &&
+         std::ranges::equal(tokens.first(anchor.size()), anchor);
+}
+
+bool BlendPlan::ChainOrder::operator()(const Chain& a, const Chain& b) const {
+  if (a.size() != b.size()) return a.size() < b.size();
+  const bool begin_alike = a.anchor.data() == b.anchor.data() && a.anchor.size() == b.anchor.size();
+  if (begin_alike) return EndsFirst()(a.rest, b.rest);
+  const auto from_end = [](const Chain& chain, size_t i) {
+    const std::span<const int32_t> part = i < chain.rest.size() ? chain.rest : chain.anchor;
+    return part[part.size() - 1 - (i < chain.rest.size() ? i : i - chain.rest.size())];
+  };
+  for (size_t i = 0; i < static_cast<size_t>(a.size()); ++i) {
+    const int32_t x = from_end(a, i);
+    const int32_t y = from_end(b, i);
+    if (x != y) return x < y;
+  }
+  return false;
+}
+
 BlendPlan::Chain BlendPlan::ChainOf(std::span<const int32_t> prompt,
                                     const PromptDocument& document) const {
-  Chain chain;
   const auto part = [&](int64_t begin, int64_t end) {
     return prompt.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
   };
-  const auto anchor = part(0, request_.documents.front().begin);
+  auto anchor = part(0, request_.documents.front().begin);
   const auto tokens = part(document.begin, document.end);
-  chain.tokens.assign(anchor.begin(), anchor.end());
-  const bool needs_bos = anchor.empty() && bos_token_ >= 0 && tokens.front() != bos_token_;
-  if (needs_bos) chain.tokens.push_back(static_cast<int32_t>(bos_token_));
-  chain.anchor_tokens = std::ssize(chain.tokens);
-  chain.tokens.insert(chain.tokens.end(), tokens.begin(), tokens.end());
-  return chain;
+  const bool needs_bos = anchor.empty() && !bos_.empty() && tokens.front() != bos_.front();
+  if (needs_bos) anchor = bos_;
+  return {.anchor = anchor, .rest = tokens, .document_begin = std::ssize(anchor)};
 }
 
 BlendPlan::Chain BlendPlan::MovableChain(std::span<const int32_t> prompt, size_t index) const {
   if (found_.empty()) return ChainOf(prompt, movable_[index]);
   const FoundDocument& document = found_[index];
-  const auto tokens = document.chain->begin();
-  return {.tokens = {tokens, tokens + document.chain_end()}, .anchor_tokens = document.from};
+  const std::span<const int32_t> chain = *document.chain;
+  return {.anchor = found_anchors_[index],
+          .rest = chain.subspan(static_cast<size_t>(document.anchor_tokens),
+                                static_cast<size_t>(document.chain_end() - document.anchor_tokens)),
+          .document_begin = document.from};
+}
+
+BlendPlan::Chain BlendPlan::OwnChain(std::span<const int32_t> prompt) const {
+  Chain own{.rest = prompt.first(static_cast<size_t>(own_end_))};
+  if (found_.empty() && !request_.documents.empty()) own = ChainOf(prompt, request_.documents[0]);
+  own.document_begin = own_end_;
+  own.is_own = true;
+  return own;
 }
 
 void BlendPlan::NoteFound(int64_t length, int64_t exact) noexcept {

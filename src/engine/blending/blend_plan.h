@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -59,34 +60,38 @@ class BlendPlan {
   // inside a piece.
   int64_t BorderBefore(int64_t length) const;
 
-  // The tokens under which a document is known, and how many of them are before it.
+  // The tokens under which a document is known: views of the prompt, the plan and what was found.
   struct Chain {
-    std::vector<int32_t> tokens;
-    int64_t anchor_tokens = 0;
-    bool is_own = false;  // the prompt's own beginning
+    std::span<const int32_t> anchor = {};  // the same memory for documents behind equal anchors
+    std::span<const int32_t> rest = {};    // behind it, up to the document's end
+    int64_t document_begin = 0;            // tokens before the document
+    bool is_own = false;                   // the prompt's own beginning
+
+    int64_t size() const { return std::ssize(anchor) + std::ssize(rest); }
+    std::vector<int32_t> tokens() const;
+    // Compares the rest first: anchors are long, and most often equal.
+    bool IsOf(std::span<const int32_t> tokens) const;
   };
   // For a document that the request names.
   Chain ChainOf(std::span<const int32_t> prompt, const PromptDocument& document) const;
   // For movable()[index].
   Chain MovableChain(std::span<const int32_t> prompt, size_t index) const;
 
-  // Those that are to be learnt, but for what `knows(tokens)` says is known, and what lies in the
+  // Those that are to be learnt, but for what `knows(chain)` says is known, and what lies in the
   // first `exact` tokens, which are not moved; `with_own`: also the prompt's own beginning,
   // whatever is learnt. What is found from its middle on is used as far as it is held: to compute
-  // what stands before it would be more than it saves.
+  // what stands before it would be more than it saves. Reads no anchor that documents share.
   template <typename F>
   std::vector<Chain> Unknown(std::span<const int32_t> prompt, int64_t exact, bool with_own,
                              F&& knows) const {
     std::vector<Chain> chains;
-    const auto add = [&](Chain chain) {
-      const bool is_repeated = std::any_of(chains.begin(), chains.end(), [&](const Chain& other) {
-        return other.tokens == chain.tokens;
-      });
-      if (!is_repeated && !knows(chain.tokens)) chains.push_back(std::move(chain));
+    std::set<Chain, ChainOrder> added;
+    const auto add = [&](const Chain& chain) {
+      if (added.contains(chain) || knows(chain)) return;
+      chains.push_back(chain);
+      added.insert(chain);
     };
-    if (with_own && own_end_ > 0) {
-      add({.tokens = {prompt.begin(), prompt.begin() + own_end_}, .is_own = true});
-    }
+    if (with_own && own_end_ > 0) add(OwnChain(prompt));
     if (request_.learn == DocumentLearning::kOff) return chains;
     for (size_t i = 0; i < movable_.size() && !pieces_.empty(); ++i) {
       if (movable_[i].end <= exact) continue;
@@ -103,17 +108,24 @@ class BlendPlan {
   BlendUsage Usage() const noexcept;
 
  private:
+  // By their sizes, then by their ends, as those of one prompt begin alike.
+  struct ChainOrder {
+    bool operator()(const Chain& a, const Chain& b) const;
+  };
+
   static bool BeginsWithDocument(const FoundDocument& found) {
     return found.from - found.anchor_tokens < BlendRequest::kFoundTokensMin;
   }
+  Chain OwnChain(std::span<const int32_t> prompt) const;
 
   BlendRequest request_;
   std::vector<FoundDocument> found_;  // [movable document]; empty: the request names them
+  std::vector<std::span<const int32_t>> found_anchors_;  // [movable document], equal ones once
   std::vector<PromptDocument> movable_;
   int64_t document_count_;
   int64_t own_end_;
   int64_t prompt_tokens_;
-  int64_t bos_token_;
+  std::vector<int32_t> bos_;  // the begin token, if there is one
   int64_t layer_count_;
   std::vector<BlendPiece> pieces_;
   std::vector<PieceCounts> counts_;  // [piece]

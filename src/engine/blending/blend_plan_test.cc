@@ -3,9 +3,18 @@
 #include "engine/blending/blend_plan.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <ctime>
+#include <memory>
 #include <numeric>
+#include <span>
+#include <utility>
+
+#include "base/guard.h"
+#include "base/testing/refuse_each.h"
 
 namespace quire {
 namespace {
@@ -69,6 +78,8 @@ TEST(BlendPieces, CostIsRowsTimesLayersOfAllLayers) {
   EXPECT_EQ(PieceCost({0, 100}, documents, options, 10), (100 * 2 + 50 * 4 + 10 * 4) / 10);
   options = {.ratios = {1.0}};
   EXPECT_EQ(PieceCost({0, 100}, documents, options, 10), 100);
+  // 15 % of 10 rows are two, and what is left of a row is one.
+  EXPECT_EQ(PieceCost({0, 10}, documents, BlendOptions(), 10), 4) << "(10 * 2 + 2 * 8) / 10";
 }
 
 TEST(BlendPlan, APieceIsEnteredWhereTheExactTokensEnd) {
@@ -110,17 +121,54 @@ TEST(BlendPlan, ADocumentIsKnownBehindItsAnchor) {
   const SamplingOptions behind = Blending({{3, 10}, {20, 24}});
   const BlendPlan plan(Model(), prompt, *behind.blend, {}, 40);
   const BlendPlan::Chain chain = plan.ChainOf(prompt, behind.blend->documents[1]);
-  EXPECT_EQ(chain.tokens, (std::vector<int32_t>{100, 101, 102, 120, 121, 122, 123}));
-  EXPECT_EQ(chain.anchor_tokens, 3);
+  EXPECT_EQ(chain.tokens(), (std::vector<int32_t>{100, 101, 102, 120, 121, 122, 123}));
+  EXPECT_EQ(chain.document_begin, 3);
+  EXPECT_TRUE(chain.IsOf(chain.tokens()));
+  for (size_t i = 0; i < 7; ++i) {
+    std::vector<int32_t> other = chain.tokens();
+    ++other[i];
+    EXPECT_FALSE(chain.IsOf(other)) << i;
+  }
+  EXPECT_FALSE(chain.IsOf(std::span(prompt).first(6)));
   // Without an anchor it is the begin token, once.
   const SamplingOptions first = Blending({{0, 2}, {2, 4}});
   const BlendPlan bare(Model(), prompt, *first.blend, {}, 40);
-  EXPECT_EQ(bare.ChainOf(prompt, first.blend->documents[1]).tokens,
+  EXPECT_EQ(bare.ChainOf(prompt, first.blend->documents[1]).tokens(),
             (std::vector<int32_t>{7, 102, 103}));
   const std::vector<int32_t> with_bos = {7, 1, 2, 3};
   const BlendPlan::Chain own = bare.ChainOf(with_bos, {0, 2});
-  EXPECT_EQ(own.tokens, (std::vector<int32_t>{7, 1}));
-  EXPECT_EQ(own.anchor_tokens, 0);
+  EXPECT_EQ(own.tokens(), (std::vector<int32_t>{7, 1}));
+  EXPECT_EQ(own.document_begin, 0);
+}
+
+// However a chain's tokens are cut into an anchor and a document, they are learnt once.
+TEST(BlendPlan, EqualChainsAreLearntOnce) {
+  const auto unknown = [](const std::vector<int32_t>& prompt, const BlendRequest& request,
+                          std::vector<FoundDocument> found, int64_t own_end) {
+    const BlendPlan plan(Model(), prompt, request, std::move(found), 40, own_end);
+    std::vector<std::vector<int32_t>> learnt;
+    for (const auto& chain : plan.Unknown(prompt, 0, true, [](const auto&) { return false; }))
+      learnt.push_back(chain.tokens());
+    return learnt;
+  };
+  using Chains = std::vector<std::vector<int32_t>>;
+  // Behind the begin token, and a document that begins with it.
+  const std::vector<int32_t> bare = {7, 1, 2, 1, 2, 7, 1, 2, 3, 2};
+  EXPECT_EQ(unknown(bare, *Blending({{0, 3}, {3, 5}, {5, 8}, {8, 10}}).blend, {}, 0),
+            (Chains{{7, 1, 2}, {7, 3, 2}}));
+  // The prompt's own beginning, and the same document once more.
+  const std::vector<int32_t> twice = {9, 8, 1, 2, 1, 2, 8, 1, 2, 5};
+  EXPECT_EQ(unknown(twice, *Blending({{2, 4}, {4, 6}, {6, 9}}).blend, {}, 0),
+            (Chains{{9, 8, 1, 2}, {9, 8, 8, 1, 2}}));
+  BlendRequest search;
+  search.search = DocumentSearch::kAnchored;
+  const auto known = std::make_shared<const std::vector<int32_t>>(twice.begin(), twice.begin() + 4);
+  const auto other = std::make_shared<const std::vector<int32_t>>(std::vector<int32_t>{9, 8, 8, 1});
+  EXPECT_EQ(unknown(twice, search,
+                    {{.begin = 4, .end = 6, .chain = known, .from = 2, .anchor_tokens = 2},
+                     {.begin = 6, .end = 8, .chain = other, .from = 2, .anchor_tokens = 2}},
+                    4),
+            (Chains{{9, 8, 1, 2}, {9, 8, 8, 1}}));
 }
 
 TEST(BlendPlan, TheOwnBeginningIsLearntWhereThatIsAskedFor) {
@@ -129,7 +177,7 @@ TEST(BlendPlan, TheOwnBeginningIsLearntWhereThatIsAskedFor) {
     const BlendPlan plan(Model(), prompt, *options.blend, {}, 40);
     std::vector<int64_t> sizes;
     for (const auto& chain : plan.Unknown(prompt, 0, with_own, [](const auto&) { return false; })) {
-      sizes.push_back(std::ssize(chain.tokens));
+      sizes.push_back(chain.size());
       EXPECT_EQ(chain.is_own, with_own && sizes.size() == 1);
     }
     return sizes;
@@ -162,7 +210,51 @@ TEST(BlendPlan, TheOwnBeginningIsLearntWhereThatIsAskedFor) {
   EXPECT_EQ(found.own_end(), 33);
   const auto own = found.Unknown(prompt, 0, true, [](const auto&) { return false; });
   ASSERT_EQ(own.size(), 1U);
-  EXPECT_EQ(own[0].tokens, std::vector<int32_t>(prompt.begin(), prompt.begin() + 33));
+  EXPECT_EQ(own[0].tokens(), std::vector<int32_t>(prompt.begin(), prompt.begin() + 33));
+}
+
+// Tokens of which the first ones may not be read: the process would end.
+class GuardedTokens {
+ public:
+  GuardedTokens(int64_t guarded_bytes, int64_t count) : bytes_(guarded_bytes + count * 4) {
+    memory_ = ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT_NE(memory_, MAP_FAILED);
+    tokens_ = {static_cast<int32_t*>(memory_), static_cast<size_t>(bytes_ / 4)};
+    std::iota(tokens_.begin(), tokens_.end(), 0);
+    EXPECT_EQ(::mprotect(memory_, static_cast<size_t>(guarded_bytes), PROT_NONE), 0);
+  }
+  GuardedTokens(const GuardedTokens&) = delete;
+  GuardedTokens& operator=(const GuardedTokens&) = delete;
+  ~GuardedTokens() { ::munmap(memory_, static_cast<size_t>(bytes_)); }
+  std::span<int32_t> tokens() const { return tokens_; }
+
+ private:
+  const int64_t bytes_;
+  void* memory_;
+  std::span<int32_t> tokens_;
+};
+
+// Each was compared with all others, and copied, from the anchor's first token on: for seconds, in
+// which no step was made.
+TEST(BlendPlan, DocumentsAreToldApartWithoutTheirAnchor) {
+  constexpr int64_t kDocuments = 2'000;
+  const int64_t anchor = ::sysconf(_SC_PAGESIZE) / 4;
+  const GuardedTokens guarded(anchor * 4, 2 * kDocuments);
+  std::vector<PromptDocument> documents;
+  for (int64_t i = 0; i < kDocuments; ++i)
+    documents.push_back({anchor + 2 * i, anchor + 2 * i + 2});
+  // One comes once more.
+  guarded.tokens()[static_cast<size_t>(anchor + 100)] = static_cast<int32_t>(anchor + 50);
+  guarded.tokens()[static_cast<size_t>(anchor + 101)] = static_cast<int32_t>(anchor + 51);
+  const BlendPlan plan(Model(), guarded.tokens(), *Blending(documents).blend, {}, 40);
+  int64_t asked = 0;
+  const auto unknown = plan.Unknown(guarded.tokens(), 0, false, [&](const auto& chain) {
+    EXPECT_EQ(chain.anchor.data(), guarded.tokens().data());
+    EXPECT_EQ(chain.document_begin, anchor);
+    return asked++ == 0;
+  });
+  EXPECT_EQ(std::ssize(unknown), kDocuments - 3) << "the own one, a known one and a second one";
 }
 
 TEST(BlendPlan, FoundDocumentsAreMovedFromWhereTheyAreKnown) {
@@ -180,14 +272,15 @@ TEST(BlendPlan, FoundDocumentsAreMovedFromWhereTheyAreKnown) {
   EXPECT_EQ(plan.begin(), 10);
   EXPECT_EQ(plan.Usage().documents, 2);
   const BlendPlan::Chain middle = plan.MovableChain(prompt, 1);
-  EXPECT_EQ(middle.tokens, known);
-  EXPECT_EQ(middle.anchor_tokens, 33);
-  EXPECT_EQ(plan.MovableChain(prompt, 0).tokens,
+  EXPECT_EQ(middle.tokens(), known);
+  EXPECT_EQ(middle.document_begin, 33);
+  EXPECT_EQ(plan.MovableChain(prompt, 0).anchor.data(), middle.anchor.data());
+  EXPECT_EQ(plan.MovableChain(prompt, 0).tokens(),
             (std::vector<int32_t>{known.begin(), known.begin() + 23}));
   // Nobody computes what stands before a part for its sake.
   const auto unknown = plan.Unknown(prompt, 0, false, [](const auto&) { return false; });
   ASSERT_EQ(unknown.size(), 1U);
-  EXPECT_EQ(unknown[0].tokens, std::vector<int32_t>(known.begin(), known.begin() + 23));
+  EXPECT_EQ(unknown[0].tokens(), std::vector<int32_t>(known.begin(), known.begin() + 23));
   const BlendPlan nothing(Model(), prompt, request, {}, 40);
   EXPECT_EQ(nothing.begin(), 80);
   EXPECT_EQ(nothing.Usage().documents, 0);
@@ -202,6 +295,38 @@ TEST(BlendPlan, FoundDocumentsAreMovedFromWhereTheyAreKnown) {
   others = found;
   others[1].begin = 41;
   EXPECT_NE(BlendRecipe(request, others, 2048), recipe);
+}
+
+// Each part had the whole chain before it hashed: 4 000 of one document of 2 000 000 tokens took
+// seconds, in which no step was made.
+TEST(BlendRecipe, HashesEachChainOnce) {
+  constexpr int64_t kParts = 4'000;
+  constexpr int64_t kApart = 500;
+  const auto chain = std::make_shared<const std::vector<int32_t>>(Prompt(kParts * kApart + 16));
+  std::vector<FoundDocument> found;
+  for (int64_t i = 0; i < kParts; ++i) {  // in an order that is none in the document
+    const int64_t from = (i * 1'237 % kParts) * kApart;
+    found.push_back({.begin = 20 * i, .end = 20 * i + 16, .chain = chain, .from = from});
+  }
+  found.back().from = found.front().from;  // one comes twice
+  const std::clock_t begin = std::clock();
+  const std::string recipe = BlendRecipe({}, found, 2048);
+  EXPECT_LT(std::clock() - begin, CLOCKS_PER_SEC);
+  const auto recipe_of = [&](auto&& change) {
+    std::vector<int32_t> tokens = *chain;
+    change(&tokens);
+    const auto other = std::make_shared<const std::vector<int32_t>>(std::move(tokens));
+    std::vector<FoundDocument> parts = found;
+    for (FoundDocument& part : parts) part.chain = other;
+    return BlendRecipe({}, parts, 2048);
+  };
+  EXPECT_EQ(recipe_of([](auto*) {}), recipe);
+  for (const int64_t changed :
+       {int64_t{0}, kApart - 1, kParts * kApart / 2, (kParts - 1) * kApart - 1}) {
+    EXPECT_NE(recipe_of([&](auto* tokens) { ++(*tokens)[static_cast<size_t>(changed)]; }), recipe);
+  }
+  // Behind the last part's begin it is the prompt's tokens that are compared.
+  EXPECT_EQ(recipe_of([](auto* tokens) { ++tokens->back(); }), recipe);
 }
 
 TEST(BlendRecipe, TellsBlendsApartThatMayGiveOtherKV) {
@@ -226,6 +351,18 @@ TEST(BlendRecipe, TellsBlendsApartThatMayGiveOtherKV) {
   // These give the same.
   EXPECT_FALSE(differs([](auto& r) { r.options.thresholds = {0.0F}; }));
   EXPECT_FALSE(differs([](auto& r) { r.options.force_last = false; }));
+}
+
+// One that was cut off for want of memory would be that of other blends, too.
+TEST(BlendRecipe, IsWhole) {
+  const BlendRequest request{.documents = std::vector<PromptDocument>(40, {5, 10})};
+  const std::string recipe = BlendRecipe(request, {}, 2048);
+  RefuseEach("recipe", StatusCode::kOk, [&] {
+    return GuardEntry([&]() -> Status {
+      EXPECT_EQ(BlendRecipe(request, {}, 2048), recipe);
+      return {};
+    });
+  });
 }
 
 TEST(CheckBlend, NamesWhatIsWrong) {

@@ -19,8 +19,18 @@ uint64_t Digit(int32_t token) { return static_cast<uint64_t>(static_cast<uint32_
 }  // namespace
 
 bool DocumentIndex::ContentOrder::operator()(Documents::iterator a, Documents::iterator b) const {
-  return std::tie(a->salt, a->anchor_tokens, *a->chain) <
-         std::tie(b->salt, b->anchor_tokens, *b->chain);
+  if (a->anchor_tokens != b->anchor_tokens) return a->anchor_tokens < b->anchor_tokens;
+  return EndsFirst()(*a->chain, *b->chain);
+}
+
+bool DocumentIndex::SizeOrder::operator()(Salts::iterator a, Salts::iterator b) const {
+  return std::tie(a->second.tokens, a->first) < std::tie(b->second.tokens, b->first);
+}
+
+int64_t DocumentIndex::document_count() const {
+  int64_t count = 0;
+  for (const auto& [name, salt] : salts_) count += std::ssize(salt.documents);
+  return count;
 }
 
 uint64_t DocumentIndex::HashOf(std::span<const int32_t> chunk) const {
@@ -43,30 +53,41 @@ void DocumentIndex::Add(const std::string& salt, std::span<const int32_t> chain,
   QUIRE_CHECK(anchor_tokens >= 0 && anchor_tokens <= tokens);
   if (tokens - anchor_tokens < chunk_tokens_) return;
   Documents one;
-  one.push_back({salt, std::make_shared<const std::vector<int32_t>>(chain.begin(), chain.end()),
-                 anchor_tokens});
-  const auto known = by_content_.find(one.begin());
-  if (known != by_content_.end()) return by_use_.splice(by_use_.end(), by_use_, *known);
+  one.push_back(
+      {std::make_shared<const std::vector<int32_t>>(chain.begin(), chain.end()), anchor_tokens});
+  const auto document = one.begin();
+  if (const auto own = salts_.find(salt); own != salts_.end()) {
+    Salt& held = own->second;
+    const auto known = held.by_content.find(document);
+    if (known != held.by_content.end()) {
+      return held.documents.splice(held.documents.end(), held.documents, *known);
+    }
+  }
   if (token_count_ + tokens > tokens_max_) {
     if (tokens > ShareWith(salt)) return;
     MakeRoom(salt, tokens);
   }
-  Salt& own = salts_[salt];
-  const auto document = one.begin();
-  by_use_.splice(by_use_.end(), one);
-  token_count_ += tokens;
-  own.tokens += tokens;
+  const auto [own, is_new] = salts_.try_emplace(salt);
   try {
-    by_content_.insert(document);
+    if (is_new) by_size_.insert(own);
+  } catch (...) {
+    salts_.erase(own);
+    throw;
+  }
+  Salt& added = own->second;
+  added.documents.splice(added.documents.end(), one);
+  AddTokens(own, tokens);
+  try {
+    added.by_content.insert(document);
     for (int64_t from = anchor_tokens; from + chunk_tokens_ <= tokens; from += chunk_tokens_) {
       const auto chunk =
           chain.subspan(static_cast<size_t>(from), static_cast<size_t>(chunk_tokens_));
-      std::vector<Place>& places = own.places[HashOf(chunk)];
+      std::vector<Place>& places = added.places[HashOf(chunk)];
       places.push_back({document, from});
       if (std::ssize(places) > kPlacesMax) places.erase(places.begin());
     }
   } catch (...) {
-    Remove(document);
+    Remove(own, document);
     throw;
   }
 }
@@ -75,36 +96,43 @@ int64_t DocumentIndex::ShareWith(const std::string& salt) const {
   return tokens_max_ / (salt_count() + (salts_.contains(salt) ? 0 : 1));
 }
 
+void DocumentIndex::AddTokens(Salts::iterator salt, int64_t tokens) noexcept {
+  auto node = by_size_.extract(salt);
+  salt->second.tokens += tokens;
+  by_size_.insert(std::move(node));
+  token_count_ += tokens;
+}
+
+// The largest one has more than the mean, and so more than its share.
 void DocumentIndex::MakeRoom(const std::string& salt, int64_t tokens) noexcept {
   while (token_count_ + tokens > tokens_max_) {
-    const int64_t share = ShareWith(salt);
-    const auto has_more = [&](const Document& document) {
-      const int64_t added = document.salt == salt ? tokens : 0;
-      return salts_.find(document.salt)->second.tokens + added > share;
-    };
-    Remove(std::find_if(by_use_.begin(), by_use_.end(), has_more));  // together they have too many
+    Salts::iterator largest = *by_size_.rbegin();
+    const auto own = salts_.find(salt);
+    if (own != salts_.end() && own->second.tokens + tokens >= largest->second.tokens) largest = own;
+    Remove(largest, largest->second.documents.begin());
   }
 }
 
-void DocumentIndex::Remove(Documents::iterator document) noexcept {
-  const auto salt = salts_.find(document->salt);
-  auto& places = salt->second.places;
+void DocumentIndex::Remove(Salts::iterator salt, Documents::iterator document) noexcept {
+  Salt& held = salt->second;
   const std::span<const int32_t> chain = *document->chain;
   const auto tokens = std::ssize(chain);
   for (int64_t from = document->anchor_tokens; from + chunk_tokens_ <= tokens;
        from += chunk_tokens_) {
-    const auto found = places.find(
+    const auto found = held.places.find(
         HashOf(chain.subspan(static_cast<size_t>(from), static_cast<size_t>(chunk_tokens_))));
-    if (found == places.end()) continue;  // all of its places gave way, or were never put there
+    // Else all of its places gave way, or were never put there.
+    if (found == held.places.end()) continue;
     std::erase_if(found->second, [&](const Place& place) { return place.document == document; });
-    if (found->second.empty()) places.erase(found);
+    if (found->second.empty()) held.places.erase(found);
   }
-  const auto known = by_content_.find(document);
-  if (known != by_content_.end() && *known == document) by_content_.erase(known);
-  token_count_ -= tokens;
-  salt->second.tokens -= tokens;
-  if (salt->second.tokens == 0) salts_.erase(salt);
-  by_use_.erase(document);
+  const auto known = held.by_content.find(document);
+  if (known != held.by_content.end() && *known == document) held.by_content.erase(known);
+  AddTokens(salt, -tokens);
+  held.documents.erase(document);
+  if (!held.documents.empty()) return;
+  by_size_.erase(salt);
+  salts_.erase(salt);
 }
 
 class DocumentIndex::Search {
@@ -134,6 +162,7 @@ class DocumentIndex::Search {
       }
       const std::optional<Match> match = BestAt(at, free_from, hash);
       if (match) {
+        Use(match->document);
         if (!IsOwnBeginning(*match)) {
           all.push_back(Found(*match));
         } else if (match->end == std::ssize(*match->document->chain)) {
@@ -209,8 +238,12 @@ class DocumentIndex::Search {
            std::equal(prompt_.begin(), prompt_.begin() + match.end, chain.begin());
   }
 
-  FoundDocument Found(const Match& match) const {
-    index_.by_use_.splice(index_.by_use_.end(), index_.by_use_, match.document);
+  void Use(Documents::iterator document) {
+    Documents& documents = salt_->second.documents;
+    documents.splice(documents.end(), documents, document);
+  }
+
+  static FoundDocument Found(const Match& match) {
     return {.begin = match.begin,
             .end = match.end,
             .chain = match.document->chain,
@@ -219,7 +252,7 @@ class DocumentIndex::Search {
   }
 
   DocumentIndex& index_;
-  const std::map<std::string, Salt>::const_iterator salt_;
+  const Salts::iterator salt_;
   const std::span<const int32_t> prompt_;
   const int64_t tokens_;
   const DocumentSearch search_;

@@ -4,10 +4,12 @@
 // each chunk by the hash of its tokens. A prompt is gone through with a rolling hash, so that every
 // offset is looked up; what the table has is compared token by token and goes on in both directions
 // as far as the tokens are equal. Work is at most kPlacesMax comparisons for each token of the
-// prompt, and memory is bounded. Salts have tables of their own, and equal shares of the memory.
+// prompt, and memory is bounded. Salts have tables of their own, and equal shares of the memory; to
+// make room takes no longer the more documents there are.
 #ifndef QUIRE_ENGINE_BLENDING_DOCUMENT_INDEX_H_
 #define QUIRE_ENGINE_BLENDING_DOCUMENT_INDEX_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <list>
 #include <map>
@@ -22,6 +24,14 @@
 #include "quire/engine.h"
 
 namespace quire {
+
+// An order of chains of tokens. Those of one prompt begin with one anchor, which may be long, and
+// differ at their ends.
+struct EndsFirst {
+  bool operator()(std::span<const int32_t> a, std::span<const int32_t> b) const {
+    return std::lexicographical_compare(a.rbegin(), a.rend(), b.rbegin(), b.rend());
+  }
+};
 
 // Tokens of a prompt that are those of a known document.
 struct FoundDocument {
@@ -41,9 +51,9 @@ class DocumentIndex {
   // About 12 bytes for each.
   static constexpr int64_t kTokensMax = int64_t{1} << 21;
 
-  // REQUIRES: both at least 1. `tokens_max`: of all documents with their anchors. The document that
-  // was named or found longest ago gives way, among those of salts that have more than an equal
-  // share of it; a salt that has less loses nothing to others.
+  // REQUIRES: both at least 1. `tokens_max`: of all documents with their anchors. The salt that has
+  // most of it, which is more than an equal share, loses what it named or found longest ago; a salt
+  // that has its share or less loses nothing to others.
   explicit DocumentIndex(int64_t chunk_tokens = BlendRequest::kFoundTokensMin,
                          int64_t tokens_max = kTokensMax)
       : chunk_tokens_(chunk_tokens), tokens_max_(tokens_max) {}
@@ -64,28 +74,33 @@ class DocumentIndex {
   Findings Find(const std::string& salt, std::span<const int32_t> prompt, DocumentSearch search,
                 int64_t count_max = SamplingOptions::kBlendDocumentsMax);
 
-  int64_t document_count() const { return static_cast<int64_t>(by_use_.size()); }
+  int64_t document_count() const;
   int64_t salt_count() const { return static_cast<int64_t>(salts_.size()); }  // that have documents
   int64_t token_count() const { return token_count_; }
   int64_t place_count() const;  // of chunks
 
  private:
   struct Document {
-    std::string salt;
     std::shared_ptr<const std::vector<int32_t>> chain;
     int64_t anchor_tokens;
   };
-  using Documents = std::list<Document>;  // least recently used first
+  using Documents = std::list<Document>;
   struct Place {
     Documents::iterator document;
     int64_t from;  // in its chain
   };
+  struct ContentOrder {
+    bool operator()(Documents::iterator a, Documents::iterator b) const;
+  };
   struct Salt {
+    Documents documents;  // least recently used first; not empty between two calls
+    std::set<Documents::iterator, ContentOrder> by_content;
     std::unordered_map<uint64_t, std::vector<Place>> places;  // by the hash of the chunk
     int64_t tokens = 0;
   };
-  struct ContentOrder {
-    bool operator()(Documents::iterator a, Documents::iterator b) const;
+  using Salts = std::map<std::string, Salt>;
+  struct SizeOrder {
+    bool operator()(Salts::iterator a, Salts::iterator b) const;
   };
   // One pass over a prompt.
   class Search;
@@ -95,13 +110,13 @@ class DocumentIndex {
   int64_t ShareWith(const std::string& salt) const;
   // REQUIRES: tokens <= ShareWith(salt).
   void MakeRoom(const std::string& salt, int64_t tokens) noexcept;
-  void Remove(Documents::iterator document) noexcept;
+  void Remove(Salts::iterator salt, Documents::iterator document) noexcept;
+  void AddTokens(Salts::iterator salt, int64_t tokens) noexcept;
 
   const int64_t chunk_tokens_;
   const int64_t tokens_max_;
-  Documents by_use_;
-  std::set<Documents::iterator, ContentOrder> by_content_;
-  std::map<std::string, Salt> salts_;
+  Salts salts_;
+  std::set<Salts::iterator, SizeOrder> by_size_;  // all salts, by their tokens, then by name
   int64_t token_count_ = 0;
 };
 

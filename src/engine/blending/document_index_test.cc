@@ -178,6 +178,36 @@ TEST(DocumentIndex, SaltsDoNotPushOutEachOthersDocuments) {
   EXPECT_EQ(index.salt_count(), 3);
 }
 
+// Not the oldest of all: to look for it took one document after the other of salts that have their
+// share, for each that was added.
+TEST(DocumentIndex, TheLargestSaltGivesWayFirst) {
+  DocumentIndex index(4, 60);
+  const auto document = [](int32_t first) {
+    return Tokens{first, first + 1, first + 2, first + 3, first + 4};
+  };
+  for (int32_t i = 0; i < 5; ++i) index.Add("old", document(100 + 10 * i), 0);
+  for (int32_t i = 0; i < 7; ++i) index.Add("young", document(200 + 10 * i), 0);
+  index.Add("new", document(1), 0);
+  const auto knows = [&](const std::string& salt, int32_t first) {
+    return Search(&index, Joined({{9}, document(first)}), DocumentSearch::kAnywhere, salt).size();
+  };
+  EXPECT_EQ(knows("old", 100), 1U);
+  EXPECT_EQ(knows("young", 200), 0U);
+  EXPECT_EQ(knows("young", 210), 1U);
+  EXPECT_EQ(knows("new", 1), 1U);
+}
+
+TEST(DocumentIndex, WhatAPromptBeginsWithWasUsedToo) {
+  DocumentIndex index(4, 15);
+  const Tokens a = {1, 2, 3, 4, 5}, b = {11, 12, 13, 14, 15}, c = {21, 22, 23, 24, 25},
+               d = {31, 32, 33, 34, 35};
+  for (const Tokens& document : {a, b, c}) index.Add("", document, 0);
+  EXPECT_EQ(Search(&index, Joined({a, {9}})).size(), 0U) << "it is no part";
+  index.Add("", d, 0);
+  EXPECT_EQ(Search(&index, Joined({{9}, a})).size(), 1U);
+  EXPECT_EQ(Search(&index, Joined({{9}, b})).size(), 0U);
+}
+
 // The same by comparing tokens: for each chunk the places that came last, for each offset all.
 class NaiveIndex {
  public:
@@ -193,11 +223,15 @@ class NaiveIndex {
       for (const Document& document : documents_) {
         held[document.salt] += std::ssize(document.chain);
       }
-      const int64_t share = tokens_max_ / std::ssize(held);
-      if (std::ssize(chain) > share) return;
+      if (std::ssize(chain) > tokens_max_ / std::ssize(held)) return;
+      std::string largest = salt;
+      for (const auto& [name, tokens] : held) {
+        const bool has_as_many = name != salt && largest != salt && tokens == held[largest];
+        if (tokens > held[largest] || has_as_many) largest = name;
+      }
       const auto oldest =
           std::find_if(documents_.begin(), documents_.end(),
-                       [&](const Document& document) { return held[document.salt] > share; });
+                       [&](const Document& document) { return document.salt == largest; });
       for (auto& [chunk, places] : places_) {
         std::erase_if(places, [&](const auto& at) { return at.first == *oldest; });
       }
@@ -240,7 +274,8 @@ class NaiveIndex {
       const bool is_beginning =
           best.begin == best.from &&
           std::equal(prompt.begin(), prompt.begin() + best.end, best.chain.begin());
-      if (!is_beginning) parts.push_back(best), Use(source);
+      Use(source);
+      if (!is_beginning) parts.push_back(best);
       free_from = best.end;
       at = best.end - 1;
     }
@@ -336,6 +371,17 @@ TEST(DocumentIndex, RefusedAllocationsLeaveItWhole) {
     });
   });
   EXPECT_EQ(index.place_count(), 4);
+  DocumentIndex two(4, 32);
+  two.Add("", a, 0);
+  RefuseEach("add to a new salt", StatusCode::kOk, [&] {
+    EXPECT_EQ(two.salt_count(), 1);
+    EXPECT_EQ(two.token_count(), 8);
+    return GuardEntry([&]() -> Status {
+      two.Add("other", b, 0);
+      return {};
+    });
+  });
+  EXPECT_EQ(two.salt_count(), 2);
   const Tokens prompt = Joined({{9}, b, a});
   RefuseEach("find", StatusCode::kOk, [&] {
     return GuardEntry([&]() -> Status {

@@ -119,24 +119,29 @@ bool StoreLink::HasMore(int64_t length, int64_t held, bool tail) const {
   return ChunksEnd(length, tail) - held >= kLoadTokensMin;
 }
 
-FetchRequest StoreLink::RequestOf(const KeySpace& keys, std::span<const int32_t> tokens,
-                                  int64_t held, bool tail, double compute_seconds_per_token) const {
-  const int64_t end = ChunksEnd(static_cast<int64_t>(tokens.size()), tail);
-  QUIRE_DCHECK(held >= 0 && end <= std::ssize(tokens));
+FetchRequest StoreLink::RequestOf(const KeySpace& keys, const Wish& wish,
+                                  double compute_seconds_per_token) const {
+  const int64_t end = ChunksEnd(static_cast<int64_t>(wish.tokens.size()), wish.tail);
+  QUIRE_DCHECK(wish.held >= 0 && end <= std::ssize(wish.tokens));
   return {.keys = &keys,
-          .tokens = tokens.first(static_cast<size_t>(end)),
+          .tokens = wish.tokens.first(static_cast<size_t>(end)),
           .chunk_tokens = chunk_tokens_,
           .tail = end % chunk_tokens_ != 0,
-          .first_chunk = held / chunk_tokens_,
+          .chain = wish.keys,
+          .first_chunk = wish.held / chunk_tokens_,
           .compute_seconds_per_token = options_.load_always ? 0 : compute_seconds_per_token};
 }
 
-int64_t StoreLink::Known(const PrefixSpace& space, std::span<const int32_t> tokens) const {
-  const int64_t end = ChunksEnd(static_cast<int64_t>(tokens.size()), true);
-  const KeySpace keys(KindOf(space).fingerprint, space.salt);
-  const auto chain =
-      keys.Chain(tokens.first(static_cast<size_t>(end)), chunk_tokens_, end % chunk_tokens_ != 0);
-  return chain.ok() ? std::min(end, store_->KnownPrefix(keys, *chain) * chunk_tokens_) : 0;
+Result<std::vector<ChunkKey>> StoreLink::KeysOf(const PrefixSpace& space,
+                                                std::span<const int32_t> tokens, bool tail) const {
+  const int64_t end = ChunksEnd(static_cast<int64_t>(tokens.size()), tail);
+  return KeySpace(KindOf(space).fingerprint, space.salt)
+      .Chain(tokens.first(static_cast<size_t>(end)), chunk_tokens_, end % chunk_tokens_ != 0);
+}
+
+int64_t StoreLink::Known(const PrefixSpace& space, std::span<const ChunkKey> keys) const {
+  const KeySpace name(KindOf(space).fingerprint, space.salt);
+  return store_->KnownPrefix(name, keys) * chunk_tokens_;
 }
 
 Result<std::vector<std::unique_ptr<PrefixLoad>>> StoreLink::StartLoads(
@@ -144,37 +149,32 @@ Result<std::vector<std::unique_ptr<PrefixLoad>>> StoreLink::StartLoads(
   std::vector<KeySpace> keys;
   keys.reserve(wishes.size());  // requests point there
   std::vector<FetchRequest> requests;
-  std::vector<std::vector<ChunkKey>> chains;
   const int64_t start_ns = clock_->SteadyNs();
   for (const Wish& wish : wishes) {
     keys.emplace_back(KindOf(*wish.space).fingerprint, wish.space->salt);
-    FetchRequest& request = requests.emplace_back(
-        RequestOf(keys.back(), wish.tokens, wish.held, wish.tail, compute_seconds_per_token));
+    FetchRequest& request =
+        requests.emplace_back(RequestOf(keys.back(), wish, compute_seconds_per_token));
     request.deadline_ns = start_ns + options_.load_timeout_ms * kNsPerMs;
-    QUIRE_ASSIGN_OR_RETURN(std::vector<ChunkKey> chain,
-                           keys.back().Chain(request.tokens, chunk_tokens_, request.tail));
-    QUIRE_DCHECK(request.first_chunk <= std::ssize(chain)) << "all of it is held";
-    chain.erase(chain.begin(), chain.begin() + request.first_chunk);
-    chains.push_back(std::move(chain));
+    QUIRE_DCHECK(request.first_chunk <= std::ssize(wish.keys)) << "all of it is held";
   }
   QUIRE_ASSIGN_OR_RETURN(auto fetches, store_->FetchAll(requests));
   std::vector<std::unique_ptr<PrefixLoad>> loads;
   for (size_t i = 0; i < requests.size(); ++i) {
     const FetchRequest& request = requests[i];
     loads.push_back(std::make_unique<PrefixLoad>(
-        std::move(fetches[i]), std::move(chains[i]),
+        std::move(fetches[i]),
+        std::vector<ChunkKey>(request.chain.begin() + request.first_chunk, request.chain.end()),
         std::vector<int32_t>(request.tokens.begin(), request.tokens.end()), chunk_tokens_,
         request.first_chunk, start_ns, request.deadline_ns));
   }
   return loads;
 }
 
-std::shared_ptr<ChunkFetch> StoreLink::Prefetch(const PrefixSpace& space,
-                                                std::span<const int32_t> tokens, int64_t held,
-                                                bool tail, double compute_seconds_per_token) const {
+std::shared_ptr<ChunkFetch> StoreLink::Prefetch(const Wish& wish,
+                                                double compute_seconds_per_token) const {
   if (!has_ram_) return nullptr;
-  const KeySpace keys(KindOf(space).fingerprint, space.salt);
-  FetchRequest request = RequestOf(keys, tokens, held, tail, compute_seconds_per_token);
+  const KeySpace keys(KindOf(*wish.space).fingerprint, wish.space->salt);
+  FetchRequest request = RequestOf(keys, wish, compute_seconds_per_token);
   request.priority = kPrefetchPriority;
   Result<std::shared_ptr<ChunkFetch>> fetch = store_->Prefetch(request);
   return fetch.ok() ? *std::move(fetch) : nullptr;

@@ -62,14 +62,19 @@ class StoreLink {
   // Whether `length` tokens have chunks worth asking for behind the first `held` ones. `tail`: the
   // last one may be shorter.
   bool HasMore(int64_t length, int64_t held, bool tail) const;
-  // How many leading tokens the store has, as far as it knows without asking a disk or a network.
-  int64_t Known(const PrefixSpace& space, std::span<const int32_t> tokens) const;
+  // The keys of the tokens' chunks; `tail`: the last one may be shorter. OutOfMemory.
+  Result<std::vector<ChunkKey>> KeysOf(const PrefixSpace& space, std::span<const int32_t> tokens,
+                                       bool tail) const;
+  // How many tokens the leading chunks have that are in the store, as far as it knows without
+  // asking a disk or a network; a last one counts as a whole one.
+  int64_t Known(const PrefixSpace& space, std::span<const ChunkKey> keys) const;
   // What is asked for a request.
   struct Wish {
     const PrefixSpace* space = nullptr;
     std::span<const int32_t> tokens = {};
     int64_t held = 0;
     bool tail = false;
+    std::span<const ChunkKey> keys = {};  // KeysOf
   };
   // Asks for all of them in one call of the store; an error begins none. [i]: of wishes[i].
   // REQUIRES: HasMore.
@@ -77,9 +82,7 @@ class StoreLink {
                                                               double compute_seconds_per_token);
   // Brings the same chunks into the store's RAM, for a load to come. Null if the store has no
   // RAM tier or refuses. Destroying the fetch cancels what is not there yet. REQUIRES: HasMore.
-  std::shared_ptr<ChunkFetch> Prefetch(const PrefixSpace& space, std::span<const int32_t> tokens,
-                                       int64_t held, bool tail,
-                                       double compute_seconds_per_token) const;
+  std::shared_ptr<ChunkFetch> Prefetch(const Wish& wish, double compute_seconds_per_token) const;
   // The chunk, if it is exactly that which was asked for; else an error.
   Result<ChunkView> Open(const PrefixSpace& space, std::span<const int32_t> tokens,
                          const PrefixLoad::Chunk& chunk) const;
@@ -125,8 +128,8 @@ class StoreLink {
   int64_t ChunksEnd(int64_t length, bool tail) const;
   Status AddKind(const Passport& identity, bool long_rope);
   // What a load asks for, without a deadline. `keys` and `tokens` outlive it.
-  FetchRequest RequestOf(const KeySpace& keys, std::span<const int32_t> tokens, int64_t held,
-                         bool tail, double compute_seconds_per_token) const;
+  FetchRequest RequestOf(const KeySpace& keys, const Wish& wish,
+                         double compute_seconds_per_token) const;
   const KeyKind& KindOf(const PrefixSpace& space) const { return kinds_[space.long_rope ? 1 : 0]; }
   int64_t ExportUntil(int64_t sequence_id, const PrefixSpace& space,
                       std::span<const int32_t> tokens, int64_t bytes_max,

@@ -61,6 +61,10 @@ Status Contained(F&& f) noexcept {
   }
 }
 
+// The engine's own requests, by which documents of others are learnt, are none that anybody waits
+// for in its queue.
+int64_t AskedOf(const EngineStats& stats) { return stats.waiting - stats.learning; }
+
 struct SampleState {
   int64_t given = 0;  // tokens that the sink has
   bool ended = false;
@@ -189,8 +193,8 @@ class EngineThread final : public EngineLoop {
   std::map<int64_t, Live> live_;
   std::list<NewRequest> queue_;     // not seen by the thread
   std::list<NewRequest> requests_;  // taken by it, and not given to the engine
-  int64_t engine_waiting_ = 0;
-  Live* asked_ = nullptr;  // of these something is due, last asked first
+  int64_t engine_waiting_ = 0;      // AskedOf the engine
+  Live* asked_ = nullptr;           // of these something is due, last asked first
   std::list<WaitingCall*> calls_;
   Description description_;  // the last one
   int64_t described_ns_;
@@ -374,7 +378,7 @@ Status EngineThread::Close() {
 EngineStats EngineThread::Stats() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   EngineStats stats = engine_->Stats();
-  stats.waiting = waiting();
+  stats.waiting = waiting() + stats.learning;
   return stats;
 }
 
@@ -492,7 +496,7 @@ Status EngineThread::GiveRequests() {
     if (!status.ok()) FailRequest(request, status);
     const std::lock_guard<std::mutex> lock(mutex_);
     requests_.pop_front();
-    engine_waiting_ = engine_->Stats().waiting;
+    engine_waiting_ = AskedOf(engine_->Stats());
   }
   return {};
 }
@@ -523,7 +527,7 @@ void EngineThread::NoteDone(const Due& due) {
       sample.stop_due = kNoStop;
   }
   if (due.answer_tokens == kNoStop) due_->cancel_due = false;
-  engine_waiting_ = engine_->Stats().waiting;
+  engine_waiting_ = AskedOf(engine_->Stats());
 }
 
 // What has ended in the step that ran meanwhile is not there any more, and its end is reported.
@@ -621,7 +625,7 @@ Status EngineThread::Deliver() {
       Live& live = live_.at(output.request_id);
       if (--live.unfinished == 0) ForgetEnded(&live);
     }
-    engine_waiting_ = engine_->Stats().waiting;
+    engine_waiting_ = AskedOf(engine_->Stats());
   }
   std::move(failed_.begin(), failed_.end(), std::back_inserter(outputs_));
   failed_.clear();

@@ -113,6 +113,7 @@ class ScriptedEngine final : public Engine {
   std::function<Status()> before_step;
   std::function<Status()> before_cancel;
   std::function<Status()> before_describe;
+  std::atomic<int64_t> lessons = 0;  // that wait beside other requests
   std::atomic<int64_t> steps = 0;
   std::atomic<int64_t> descriptions = 0;
 
@@ -169,7 +170,12 @@ class ScriptedEngine final : public Engine {
   Status SetKeptPart(const std::string& cache_salt, int64_t pages) override {
     return engine_->SetKeptPart(cache_salt, pages);
   }
-  EngineStats Stats() const override { return engine_->Stats(); }
+  EngineStats Stats() const override {
+    EngineStats stats = engine_->Stats();
+    stats.waiting += lessons;
+    stats.learning += lessons;
+    return stats;
+  }
   Result<EngineDescription> Describe() override {
     ++descriptions;
     if (before_describe) QUIRE_RETURN_IF_ERROR(before_describe());
@@ -364,6 +370,19 @@ TEST(EngineLoop, IsStillWhileTheEngineIsIdle) {
 }
 
 // ---- Limits
+
+// A prompt with many documents once filled the queue of everybody.
+TEST(EngineLoop, LessonsAreNoRequestsThatWait) {
+  Served served({.pages = 100, .sequences = 1, .waiting = 3});
+  served.engine->lessons = 100;
+  served.SubmitAndStand(Text(5, 1));
+  served.Submit(Text(5, 2));
+  served.Submit(Text(5, 3));
+  EXPECT_EQ(served.loop->Stats().waiting, 103);
+  const Status full = served.loop->Submit(Text(5, 4), Greedy()).status();
+  EXPECT_EQ(full.code(), StatusCode::kFull);
+  EXPECT_NE(full.message().find("Submit: 3 requests wait"), std::string::npos) << full.message();
+}
 
 TEST(EngineLoop, RequestsThatWaitAreCountedWhereverTheyAre) {
   Served served({.pages = 100, .sequences = 1, .waiting = 3});

@@ -205,6 +205,50 @@ PrefixMatch PrefixCache::Find(std::span<const int32_t> tokens, const PrefixSpace
   return best;
 }
 
+PrefixCache::Family PrefixCache::FamilyOf(std::span<const int32_t> beginning,
+                                          const PrefixSpace& space) const {
+  Family family(state_, beginning);
+  const auto order = by_space_.find(space);
+  if (order == by_space_.end()) return family;
+  const Index& by_tokens = order->second;
+  family.members_.assign(by_tokens.lower_bound(beginning),
+                         by_tokens.upper_bound(Beginning{beginning}));
+  return family;
+}
+
+int64_t PrefixCache::Family::Common(std::span<const int32_t> rest,
+                                    Entries::const_iterator member) const {
+  const int64_t common = CommonPrefix(rest, RestOf(member));
+  compared_ += common + 1;
+  return common;
+}
+
+PrefixMatch PrefixCache::Family::Find(std::span<const int32_t> rest) const {
+  PrefixMatch best;
+  // False: those further away have no more in common.
+  const auto consider = [&](Entries::const_iterator member) {
+    const int64_t common = Common(rest, member);
+    if (common == 0 || length_ + common <= best.length) return false;
+    const int64_t length = state_.ForkBorder(member->sequence_id, length_ + common, 1);
+    if (length > std::max(length_, best.length)) {
+      best.sequence_id = member->sequence_id;
+      best.length = length;
+    }
+    return !state_.forks_anywhere();
+  };
+  const auto place =
+      std::partition_point(members_.begin(), members_.end(), [&](Entries::const_iterator member) {
+        const std::span<const int32_t> other = RestOf(member);
+        const auto common = static_cast<size_t>(Common(rest, member));
+        return common < rest.size() && (common == other.size() || other[common] < rest[common]);
+      });
+  auto after = place;
+  while (after != members_.end() && consider(*after)) ++after;
+  auto before = place;
+  while (before != members_.begin() && consider(*std::prev(before))) --before;
+  return best;
+}
+
 void PrefixCache::Touch(int64_t sequence_id) noexcept {
   const auto found = by_id_.find(sequence_id);
   if (found != by_id_.end()) MakeNewest(found->second);

@@ -91,6 +91,10 @@ class PrefixCache {
   // `border`. The match is as good as used now: Touch it before it may be evicted.
   PrefixMatch Find(std::span<const int32_t> tokens, const PrefixSpace& space = {},
                    int64_t border = 1) const;
+  // What is retained behind one beginning, for many texts that go on from it: the beginning is
+  // compared once for all of them. Valid until the prefix cache changes.
+  class Family;
+  Family FamilyOf(std::span<const int32_t> beginning, const PrefixSpace& space) const;
   void Touch(int64_t sequence_id) noexcept;
   // How long ago KV behind the first `known` of these tokens was given up for want of room;
   // nothing: it was not, as far as is remembered.
@@ -145,6 +149,10 @@ class PrefixCache {
     bool is_beyond() const { return pages_kept > pages; }
   };
 
+  // Stands behind all texts that begin so.
+  struct Beginning {
+    std::span<const int32_t> tokens;
+  };
   struct LexicographicOrder {
     using is_transparent = void;
     static std::span<const int32_t> Key(Entries::iterator entry) { return entry->tokens; }
@@ -154,6 +162,10 @@ class PrefixCache {
       const std::span<const int32_t> x = Key(a);
       const std::span<const int32_t> y = Key(b);
       return std::lexicographical_compare(x.begin(), x.end(), y.begin(), y.end());
+    }
+    bool operator()(const Beginning& a, Entries::iterator b) const {
+      const std::span<const int32_t> y = b->tokens;
+      return (*this)(a.tokens, y.first(std::min(y.size(), a.tokens.size())));
     }
   };
   using Index = std::set<Entries::iterator, LexicographicOrder>;
@@ -200,6 +212,29 @@ class PrefixCache {
   int64_t page_count_max_ = 0;
   const std::shared_ptr<Clock> clock_;
   EvictedPrefixes evicted_;
+};
+
+class PrefixCache::Family {
+ public:
+  // The longest match of the beginning and `rest` that has tokens of the rest; else none. Tells
+  // `sequence_id` and `length` alone.
+  PrefixMatch Find(std::span<const int32_t> rest) const;
+  // Tokens that were looked at so far. For tests.
+  int64_t compared() const { return compared_; }
+
+ private:
+  friend class PrefixCache;
+  Family(const EngineStates& state, std::span<const int32_t> beginning)
+      : state_(state), length_(std::ssize(beginning)) {}
+  std::span<const int32_t> RestOf(Entries::const_iterator member) const {
+    return std::span(member->tokens).subspan(static_cast<size_t>(length_));
+  }
+  int64_t Common(std::span<const int32_t> rest, Entries::const_iterator member) const;
+
+  const EngineStates state_;
+  const int64_t length_;
+  std::vector<Entries::const_iterator> members_;  // in the order of their tokens
+  mutable int64_t compared_ = 0;
 };
 
 }  // namespace quire

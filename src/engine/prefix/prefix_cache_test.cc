@@ -312,6 +312,53 @@ TEST(PrefixCache, RandomWalkAgreesWithAList) {
   }
 }
 
+// Random texts, with windows and without, are cut at each of their tokens.
+TEST(PrefixCache, AFamilyFindsWhatIsFoundOneByOne) {
+  for (const int64_t window : {0, 3}) {
+    RandomSequence random(static_cast<uint64_t>(window));
+    Fixture fixture(1000, 2, 90, window);
+    const auto random_text = [&] {
+      Tokens tokens(static_cast<size_t>(1 + random.Below(12)));
+      for (int32_t& token : tokens) token = static_cast<int32_t>(random.Below(2));
+      return tokens;
+    };
+    int64_t found = 0;
+    for (int i = 0; i < 60; ++i) fixture.Retain(random_text());
+    for (int i = 0; i < 200; ++i) {
+      const Tokens text = random_text();
+      const int64_t longest = fixture.prefixes.Find(text).length;
+      for (size_t cut = 0; cut < text.size(); ++cut) {
+        const PrefixCache::Family family =
+            fixture.prefixes.FamilyOf(std::span(text).first(cut), {});
+        const PrefixMatch match = family.Find(std::span(text).subspan(cut));
+        const bool goes_on = longest > static_cast<int64_t>(cut);
+        ASSERT_EQ(match.length, goes_on ? longest : 0) << "window " << window << " cut " << cut;
+        ASSERT_EQ(fixture.kv.HasSequence(match.sequence_id), goes_on);
+        found += goes_on ? 1 : 0;
+      }
+    }
+    EXPECT_GT(found, 200);
+    EXPECT_EQ(fixture.prefixes.FamilyOf(Tokens{0}, {.salt = "other"}).Find(Tokens{1}).length, 0);
+  }
+}
+
+// Blended prompts have thousands of documents behind one anchor, which may be long.
+TEST(PrefixCache, ABeginningIsComparedOnceForAllThatGoesOn) {
+  constexpr int64_t kBeginning = 90, kTexts = 40;
+  Fixture fixture;
+  const Tokens beginning(kBeginning, 5);
+  std::vector<Tokens> rests;
+  for (int32_t i = 0; i < kTexts; ++i) {
+    const Tokens& rest = rests.emplace_back(Tokens{i, 1, 2, 3});
+    Tokens text = beginning;
+    text.insert(text.end(), rest.begin(), rest.end());
+    fixture.Retain(text);
+  }
+  const PrefixCache::Family family = fixture.prefixes.FamilyOf(beginning, {});
+  for (const Tokens& rest : rests) EXPECT_EQ(family.Find(rest).length, kBeginning + 4);
+  EXPECT_LT(family.compared(), kTexts * 30) << "a binary search among texts of four tokens";
+}
+
 TEST(PrefixCache, SpacesShareNothing) {
   Fixture fixture;
   const PrefixSpace spaces[] = {{}, {.salt = "a"}, {.salt = "b"}, {.salt = "a", .long_rope = true}};

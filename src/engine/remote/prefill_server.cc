@@ -2,9 +2,9 @@
 
 #include <utility>
 
-#include "base/blocked_signals.h"
 #include "base/clock.h"
 #include "base/guard.h"
+#include "base/start_thread.h"
 
 namespace quire {
 
@@ -13,8 +13,8 @@ Result<std::unique_ptr<PrefillServer>> PrefillServer::Start(const TransferListen
   QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<TransferListener> listener,
                          TransferListener::Start(options));
   std::unique_ptr<PrefillServer> server(new PrefillServer(std::move(listener), std::move(wake)));
-  const ScopedBlockedSignals blocked;
-  server->thread_ = std::thread([here = server.get()] { here->Accept(); });
+  QUIRE_RETURN_IF_ERROR(StartThread("those that ask for prompts", &server->thread_,
+                                    [here = server.get()] { here->Accept(); }));
   return server;
 }
 
@@ -84,7 +84,10 @@ int64_t PrefillServer::open_count() const {
 
 Result<bool> PrefillServer::Take(PrefillJob* job) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [number, connection] : connections_) {
+  auto place = connections_.upper_bound(taken_from_);
+  for (size_t left = connections_.size(); left > 0; --left, ++place) {
+    if (place == connections_.end()) place = connections_.begin();
+    const auto& [number, connection] = *place;
     // What has not come by now rings again.
     Result<std::optional<TransferRequest>> request = connection.peer->NextRequest(*clock_, 0);
     if (request.status().code() == StatusCode::kOutOfMemory) return request.status();
@@ -94,6 +97,7 @@ Result<bool> PrefillServer::Take(PrefillJob* job) {
             .window = connection.window,
             .job = std::move((*request)->job),
             .map = std::move((*request)->map)};
+    taken_from_ = number;
     return true;
   }
   return false;

@@ -54,7 +54,8 @@ class PrefillServer {
   int64_t open_count() const;
 
   // ---- The engine's thread.
-  // The next prompt that is asked for, if any: true. OutOfMemory, and nothing is lost.
+  // The next prompt that is asked for, if any: true. Connections have their turns: one that always
+  // asks keeps nobody out. OutOfMemory, and nothing is lost.
   Result<bool> Take(PrefillJob* job);
   // Connections that are over are forgotten.
   void ForgetEnded() noexcept;
@@ -79,6 +80,7 @@ class PrefillServer {
   mutable std::mutex mutex_;
   std::map<int64_t, Connection> connections_;  // by their numbers
   int64_t next_connection_ = 0;
+  int64_t taken_from_ = -1;  // the connection that had its turn last
   TransferLoad told_;
   bool is_closed_ = false;
 

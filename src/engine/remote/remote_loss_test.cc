@@ -367,6 +367,34 @@ TEST_F(RemoteLoss, ASaltGoesOverNoOpenConnection) {
   EXPECT_TRUE(info.connected);
 }
 
+// One flag of one peer once failed each step of the engine from then on.
+TEST_F(RemoteLoss, AJobThatTheModelCannotComputeIsRefusedAndNoStepFails) {
+  Server prefill({.page_size = 8});
+  const std::string endpoint = Serve(&prefill, Endpoint());
+  const FakeModel model;
+  const std::unique_ptr<AttentionKVCache> cache = MakeCache(model, kHand, kHand.pages);
+  KVTransfer* const transfer = cache->transfer();
+  const Passport passport = CachePassport(SequenceStates(*cache), PairIdentity(), false).value();
+  const auto peer = TransferPeer::Connect(endpoint, {.passport = passport}).value();
+  ASSERT_TRUE(peer->SetReceiver(transfer).ok());
+  ASSERT_TRUE(cache->AddSequence(0).ok());
+  const ReceiveMap map = transfer->DisaggPrepareRecv(0, 8).value();
+  const TransferJob job{.id = 1, .tokens = Text(8, 1), .long_rope = true};
+  ASSERT_TRUE(peer->Request(job, map).ok());
+  Status why;
+  while (why.ok()) {
+    const Status step = prefill.Step();
+    ASSERT_TRUE(step.ok()) << step.ToString();
+    why = transfer->GetReceiveProgress(map.epoch)->failure;
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(why.code(), StatusCode::kBadArgument);
+  EXPECT_NE(why.message().find("LongRoPE"), std::string::npos) << why.ToString();
+  const Tokens prompt = Text(20, 2);
+  ExpectEqual(prefill.Generate(prompt, Greedy(3)), Alone(prompt, Greedy(3)), "its own");
+  ASSERT_TRUE(peer->SetReceiver(nullptr).ok());
+}
+
 TEST_F(RemoteLoss, OptionsAreCheckedByName) {
   Server server;
   const auto refuse = [&](PrefillPeerOptions options, const char* word) {
@@ -377,6 +405,7 @@ TEST_F(RemoteLoss, OptionsAreCheckedByName) {
   refuse({}, "0 addresses");
   refuse({.addresses = std::vector<std::string>(65, "127.0.0.1:1")}, "65 addresses");
   refuse({.addresses = {"127.0.0.1:1", "127.0.0.1:1"}}, "twice");
+  refuse({.addresses = {"127.0.0.1:1", "localhost:1"}}, "localhost:1 is given twice");
   refuse({.addresses = {"127.0.0.1:1"}, .timeout_ms = 0}, "timeout_ms is 0");
   refuse({.addresses = {"127.0.0.1:1"}, .timeout_ms = 86'400'001}, "timeout_ms");
   refuse({.addresses = {"nonsense"}}, "nonsense");
@@ -390,6 +419,23 @@ TEST_F(RemoteLoss, OptionsAreCheckedByName) {
   Serve(&server, Endpoint());
   EXPECT_EQ(server.engine->ServePrefill(PairIdentity(), {.endpoint = Endpoint()}).status().code(),
             StatusCode::kBadState);
+}
+
+// It would hold the pages of a prompt twice, and wait for itself.
+TEST_F(RemoteLoss, AnEngineDoesNotAskItself) {
+  Server server;
+  const std::string own = Serve(&server, "127.0.0.1:0");
+  const std::string also_own = "localhost" + own.substr(own.rfind(':'));
+  Status refused = server.engine->AttachPrefillPeers(PairIdentity(), {.addresses = {also_own}});
+  EXPECT_EQ(refused.code(), StatusCode::kBadArgument);
+  EXPECT_NE(refused.message().find(also_own), std::string::npos) << refused.ToString();
+  Server other;
+  const std::string later = Endpoint();
+  Attach(&other, {.addresses = {later}});
+  refused = other.engine->ServePrefill(PairIdentity(), {.endpoint = later}).status();
+  EXPECT_EQ(refused.code(), StatusCode::kBadArgument);
+  EXPECT_NE(refused.message().find(later), std::string::npos) << refused.ToString();
+  Serve(&other, Endpoint());
 }
 
 }  // namespace

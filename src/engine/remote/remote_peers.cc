@@ -5,11 +5,12 @@
 #include <numeric>
 #include <utility>
 
-#include "base/blocked_signals.h"
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/guard.h"
+#include "base/start_thread.h"
 #include "engine/remote/fnv_hash.h"
+#include "transfer/peer_endpoint.h"
 
 namespace quire {
 namespace {
@@ -36,9 +37,10 @@ Status CheckOptions(const PrefillPeerOptions& options) {
                     std::to_string(kPeersMax));
   }
   for (size_t i = 0; i < addresses.size(); ++i) {
-    const auto before = addresses.begin() + static_cast<ptrdiff_t>(i);
-    if (std::find(addresses.begin(), before, addresses[i]) != before)
-      return BadPeers("the address " + addresses[i] + " is given twice");
+    for (size_t before = 0; before < i; ++before) {
+      if (IsSameAddress(addresses[i], addresses[before]))
+        return BadPeers("the address " + addresses[i] + " is given twice");
+    }
   }
   if (options.timeout_ms < 1 || options.timeout_ms > kTimeoutMsMax) {
     return BadPeers("timeout_ms is " + std::to_string(options.timeout_ms) +
@@ -53,6 +55,11 @@ uint64_t Mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
   return x ^ (x >> 31);
+}
+
+// A mistake in what this process was told. All else may be different in a moment.
+bool IsFinal(const Status& status) {
+  return status.code() == StatusCode::kIncompatible || status.code() == StatusCode::kBadArgument;
 }
 
 uint64_t HashOf(std::string_view text) {
@@ -83,6 +90,13 @@ std::vector<size_t> PeerOrder(uint64_t key, std::span<const std::string> address
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return weights[a] > weights[b]; });
   return order;
+}
+
+bool IsSameAddress(const std::string& a, const std::string& b) {
+  if (a == b) return true;
+  const Result<PeerEndpoint> first = PeerEndpoint::Parse(a);
+  const Result<PeerEndpoint> second = PeerEndpoint::Parse(b);
+  return first.ok() && second.ok() && first->ToString() == second->ToString();
 }
 
 void MovingRate::Note(const PromptOutcome& outcome, int64_t now_ns) {
@@ -122,12 +136,9 @@ Result<std::unique_ptr<RemotePeers>> RemotePeers::Create(const PrefillPeerOption
   std::unique_ptr<RemotePeers> peers(
       new RemotePeers(options, passport, receiver, std::move(clock)));
   const Status connected = peers->ConnectAll();
-  // Mistakes in what this process was told. All else may be different in a moment.
-  const bool is_final =
-      connected.code() == StatusCode::kIncompatible || connected.code() == StatusCode::kBadArgument;
-  if (is_final) return connected;
-  const ScopedBlockedSignals blocked;
-  peers->thread_ = std::thread([here = peers.get()] { here->Run(); });
+  if (IsFinal(connected)) return connected;
+  QUIRE_RETURN_IF_ERROR(
+      StartThread("lost prefill peers", &peers->thread_, [here = peers.get()] { here->Run(); }));
   return peers;
 }
 
@@ -162,21 +173,22 @@ Status RemotePeers::ConnectAll() {
   Status first;
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Status connected = Connect(i);
-    const bool is_worse = first.ok() || connected.code() == StatusCode::kIncompatible;
-    if (!connected.ok() && is_worse) first = connected;
+    if (!connected.ok() && (first.ok() || IsFinal(connected))) first = connected;
   }
   return first;
 }
 
 // Whether the peer is to be connected to.
 bool RemotePeers::IsMissing(size_t index) {
+  // Its end waits for its thread, and may be here: not under the lock, which the engine takes.
+  std::shared_ptr<TransferPeer> gone;
   const std::lock_guard<std::mutex> lock(mutex_);
   Peer& peer = peers_[index];
   if (is_closing_) return false;
   if (peer.connection == nullptr) return true;
   if (peer.connection->status().ok()) return false;
   peer.info.error = peer.connection->status().ToString();
-  peer.connection = nullptr;
+  gone = std::move(peer.connection);
   return true;
 }
 

@@ -52,6 +52,10 @@ PrefillPrediction PredictPrefill(const PromptAsk& ask, const PrefillPeerInfo& pe
 // it for its own keys alone.
 std::vector<size_t> PeerOrder(uint64_t key, std::span<const std::string> addresses);
 
+// Whether both lead to the same place: "localhost" is 127.0.0.1. What is no address is the same as
+// itself.
+bool IsSameAddress(const std::string& a, const std::string& b);
+
 // How a prompt ended.
 struct PromptOutcome {
   Status status;
@@ -110,7 +114,7 @@ class RemotePeers {
   RemotePeers(const PrefillPeerOptions& options, const Passport& passport, KVTransfer* receiver,
               std::shared_ptr<Clock> clock);
   void Run() noexcept;
-  // Connects where there is no connection. The first error.
+  // Connects where there is no connection. The first error, unless one is a mistake of ours.
   Status ConnectAll();
   bool IsMissing(size_t index);
   Status Connect(size_t index);

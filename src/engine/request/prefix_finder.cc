@@ -90,18 +90,30 @@ void PrefixFinder::ConsiderKept(const Request& request, std::span<const int32_t>
   *best = kept;
 }
 
-PrefixMatch PrefixFinder::FindExact(std::span<const int32_t> tokens,
-                                    const PrefixSpace& space) const {
-  if (!reuses_) return {};
-  PrefixMatch best = prefix_cache_.Find(tokens, space);
+PrefixFinder::Anchored PrefixFinder::FindBehind(std::span<const int32_t> anchor,
+                                                const PrefixSpace& space) const {
+  QUIRE_CHECK(reuses_) << "engines without a prefix cache blend nothing";
+  Anchored found(state_, std::ssize(anchor), prefix_cache_.FamilyOf(anchor, space));
   ForEachHolder(requests_, space, [&](const Request& other, const Sample& candidate) {
     if (other.has_window()) return;
     const auto computed = std::span<const int32_t>(candidate.tokens).first(candidate.exact());
-    const int64_t common = CommonPrefix(tokens, computed);
-    const int64_t length =
-        common <= best.length ? 0 : state_.ForkStart(candidate.sequence_id, common);
-    if (length > best.length) best = {.sequence_id = candidate.sequence_id, .length = length};
+    if (CommonPrefix(anchor, computed) < std::ssize(anchor)) return;
+    found.running_.push_back({candidate.sequence_id, computed.subspan(anchor.size())});
   });
+  return found;
+}
+
+PrefixMatch PrefixFinder::Anchored::Find(std::span<const int32_t> document) const {
+  PrefixMatch best = kept_.Find(document);
+  for (const Holder& holder : running_) {
+    const int64_t common = CommonPrefix(document, holder.rest);
+    const int64_t end = anchor_tokens_ + common;
+    const int64_t length =
+        common == 0 || end <= best.length ? 0 : state_.ForkStart(holder.sequence_id, end);
+    if (length > std::max(anchor_tokens_, best.length)) {
+      best = {.sequence_id = holder.sequence_id, .length = length};
+    }
+  }
   return best;
 }
 

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <span>
+#include <utility>
+#include <vector>
 
 #include "engine/prefix/engine_states.h"
 #include "engine/prefix/prefix_cache.h"
@@ -30,8 +32,30 @@ class PrefixFinder {
   // The longest exact beginning, at a multiple of `border`; without one also a longer one that an
   // equal blend has left.
   PrefixMatch Find(const Request& request, const Sample& sample, int64_t border = 1) const;
-  // The longest exact beginning of tokens that no request may have: a document behind its anchor.
-  PrefixMatch FindExact(std::span<const int32_t> tokens, const PrefixSpace& space) const;
+  // Exact tokens behind an anchor, retained or of requests in work: for all documents behind it the
+  // anchor is compared once. Views the finder's owners, and is valid until one of them changes.
+  class Anchored {
+   public:
+    // The longest beginning of the anchor and a document that has tokens of the document; else
+    // none. Tells `sequence_id` and `length` alone.
+    PrefixMatch Find(std::span<const int32_t> document) const;
+
+   private:
+    friend class PrefixFinder;
+    struct Holder {
+      int64_t sequence_id;
+      std::span<const int32_t> rest;  // behind the anchor
+    };
+    Anchored(const EngineStates& state, int64_t anchor_tokens, PrefixCache::Family kept)
+        : state_(state), anchor_tokens_(anchor_tokens), kept_(std::move(kept)) {}
+
+    EngineStates state_;
+    int64_t anchor_tokens_;
+    PrefixCache::Family kept_;
+    std::vector<Holder> running_;
+  };
+  // REQUIRES: prefixes are reused.
+  Anchored FindBehind(std::span<const int32_t> anchor, const PrefixSpace& space) const;
   // Where to fork another sample of the leader's request.
   PrefixMatch FindFork(const Request& request, const Sample& leader, const Sample& sample) const;
   // Whether a sample in work is about to compute more of this one's beginning than the `matched`

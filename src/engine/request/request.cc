@@ -148,12 +148,11 @@ bool Request::answer_begun() const {
   return first != nullptr && static_cast<int64_t>(first->tokens.size()) > prompt_tokens;
 }
 
-void Request::NoteFound() noexcept {
-  const Sample& leader = *this->leader();
-  exact_start = std::min(exact_start, leader.approximate_from);
-  if (admitted_before) found_again = std::min(found_again, leader.computed);
-  approximate |= leader.approximate_from != kExactForever;
-  if (blend != nullptr) blend->NoteFound(leader.computed, leader.exact());
+void Request::NoteFound(const Sample& sample) noexcept {
+  exact_start = std::min(exact_start, sample.approximate_from);
+  if (admitted_before) found_again = std::min(found_again, sample.computed);
+  approximate |= sample.approximate_from != kExactForever;
+  if (blend != nullptr) blend->NoteFound(sample.computed, sample.exact());
 }
 
 RequestTimes Request::TimesAt(int64_t now_ns) const noexcept {

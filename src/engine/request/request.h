@@ -13,6 +13,7 @@
 #define QUIRE_ENGINE_REQUEST_REQUEST_H_
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -88,8 +89,8 @@ struct Request {
   }
   RequestTimes TimesAt(int64_t now_ns) const noexcept;
   double DocumentSeconds() const noexcept;  // BlendUsage::wait_seconds
-  // Its leader begins, for the first time or again, behind what was found of it.
-  void NoteFound() noexcept;
+  // One of its samples begins, for the first time or again, behind what was found of it.
+  void NoteFound(const Sample& sample) noexcept;
   // Its blend is not the one of its recipe: nobody else goes on from it, as nobody could tell what
   // it lacks.
   void KeepBlendForItself() noexcept { space.only_request = id; }
@@ -114,6 +115,8 @@ struct Request {
   // what they computed.
   std::vector<int64_t> learners = {};
   int64_t learned_tokens = 0;
+  std::array<int64_t, kTierCount> documents_loaded = {};  // BlendUsage::loaded_tokens
+  MissReason documents_miss = MissReason::kNone;          // BlendUsage::miss
   // When the first of them was begun and the last of them ended, by the engine's clock; kNotYet.
   int64_t documents_from_ns = kNotYet, documents_until_ns = kNotYet;
   int64_t learns_for = kNobody;  // of such a request: nobody is told of its end
@@ -123,7 +126,7 @@ struct Request {
   // and whether the document cannot be moved before it is there in all layers.
   int64_t document_begin = 0;
   bool comes_whole = false;
-  // What `cached` counts is exact up to here; and was found up to here each time that the leader
+  // What `cached` counts is exact up to here; and was found up to here each time that a sample
   // began again: what is behind was computed, or moved, by this request.
   int64_t exact_start = kExactForever, found_again = kExactForever;
   Speculation speculation;
@@ -133,6 +136,7 @@ struct Request {
   std::unique_ptr<PrefixLoad> load;
   std::shared_ptr<ChunkFetch> prefetch;  // into the store's RAM, until the load begins; or null
   bool looked_up = false;                // the store was asked since it came to wait
+  std::vector<ChunkKey> prompt_keys;     // of what the store was asked for last
   int64_t asked_ns = kNotYet;            // when the store was asked first
   bool held_back = false;                // from being admitted, for what a store is bringing
   int64_t lookups = 0;
@@ -157,9 +161,10 @@ struct Request {
   int64_t submitted_ns = 0, admitted_ns = kNotYet, first_token_ns = kNotYet;
   int64_t steps = 0, last_step = kNotYet;
   bool admitted_before = false;
-  int64_t turn = 0;         // in which it may come in (RequestQueue)
-  bool told_usage = false;  // the outputs of its first tokens had it
-  bool restarted = false;   // computed again without shared pages, see Decision::kRestart
+  int64_t turn = 0;            // in which it may come in (RequestQueue)
+  bool told_usage = false;     // the outputs of its first tokens had it
+  bool blend_counted = false;  // EngineStats has its blend
+  bool restarted = false;      // computed again without shared pages, see Decision::kRestart
 };
 
 // Ends a request, wherever it is.

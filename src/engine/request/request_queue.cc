@@ -34,6 +34,11 @@ int64_t RequestQueue::waiting_in_turn() const {
                        [](const auto& request) { return !request->is_idle; });
 }
 
+int64_t RequestQueue::waiting_learners() const {
+  return std::count_if(waiting_.begin(), waiting_.end(),
+                       [](const auto& request) { return request->learns_for != Request::kNobody; });
+}
+
 void RequestQueue::Add(std::unique_ptr<Request> request) {
   QUIRE_DCHECK(Find(request->id) == nullptr) << "request " << request->id << " is queued twice";
   if (request->is_idle) return waiting_.push_back(std::move(request));

@@ -37,6 +37,9 @@ class RequestQueue {
 
   // Those that wait and are not idle.
   int64_t waiting_in_turn() const;
+  // Those that wait and are the engine's own, for documents of others; and those that are not.
+  int64_t waiting_learners() const;
+  int64_t waiting_asked() const { return std::ssize(waiting_) - waiting_learners(); }
 
   void Add(std::unique_ptr<Request> request);
   // Whether a document is still to be learnt for the request that does not come layer by layer with

@@ -18,8 +18,11 @@ BlendUsage BlendUsageOf(const Request& request) noexcept {
   usage.exact_tokens = std::min(found, request.exact_start);
   usage.kept_tokens = found - usage.exact_tokens;
   usage.learned_tokens = request.learned_tokens;
+  usage.loaded_tokens = request.documents_loaded;
+  usage.miss = request.documents_miss;
   usage.wait_seconds = request.DocumentSeconds();
   usage.computed_tokens = request.prompt_tokens - found - usage.moved_tokens;
+  QUIRE_DCHECK(usage.computed_tokens >= 0) << "tokens were found and moved";
   return usage;
 }
 
@@ -51,6 +54,7 @@ void AnswerReporter::Commit(std::vector<Drawn>* draws) noexcept {
   const int64_t now_ns = owners_.clock.SteadyNs();
   for (Drawn& drawn : *draws) {
     QUIRE_CHECK(drawn.count <= std::ssize(drawn.draws));
+    CountBlend(drawn.request);
     if (drawn.count > 0 && drawn.request->first_token_ns == Request::kNotYet)
       drawn.request->first_token_ns = now_ns;
     if (drawn.draws.empty()) {
@@ -71,6 +75,22 @@ void AnswerReporter::Commit(std::vector<Drawn>* draws) noexcept {
     if (says_something && drawn.request->has_outputs()) due_.push_back(std::move(drawn.output));
   }
   owners_.holders.requests.EraseEnded();
+}
+
+void AnswerReporter::Publish(EngineStats* stats) const noexcept {
+  stats->completion_tokens = tokens_;
+  stats->blend_exact_tokens = blend_exact_tokens_;
+  stats->blend_kept_tokens = blend_kept_tokens_;
+  stats->blend_computed_tokens = blend_computed_tokens_;
+}
+
+// What is drawn stands behind the prompt, of which all is there.
+void AnswerReporter::CountBlend(Request* request) noexcept {
+  if (request->blend == nullptr || std::exchange(request->blend_counted, true)) return;
+  const BlendUsage usage = BlendUsageOf(*request);
+  blend_exact_tokens_ += usage.exact_tokens;
+  blend_kept_tokens_ += usage.kept_tokens;
+  blend_computed_tokens_ += usage.computed_tokens;
 }
 
 std::vector<StepOutput> AnswerReporter::Take() { return std::exchange(due_, {}); }

@@ -52,9 +52,10 @@ class AnswerReporter {
   bool empty() const { return due_.empty(); }
   // What has not been taken yet.
   std::vector<StepOutput> Take();
-  void Publish(EngineStats* stats) const noexcept { stats->completion_tokens = tokens_; }
+  void Publish(EngineStats* stats) const noexcept;
 
  private:
+  void CountBlend(Request* request) noexcept;
   void ApplyDraw(Drawn* drawn, Draw* draw) noexcept;
   void Report(int64_t answer_length, Drawn* drawn) noexcept;
   void Finish(Request* request, Sample* sample, FinishReason reason, StepOutput* output) noexcept;
@@ -63,6 +64,7 @@ class AnswerReporter {
   const Owners owners_;
   std::vector<StepOutput> due_;  // what the next step reports
   int64_t tokens_ = 0;           // EngineStats::completion_tokens
+  int64_t blend_exact_tokens_ = 0, blend_kept_tokens_ = 0, blend_computed_tokens_ = 0;
 };
 
 }  // namespace quire

@@ -1,6 +1,8 @@
 #include "engine/step/prompt_blender.h"
 
 #include <algorithm>
+#include <map>
+#include <tuple>
 #include <utility>
 
 #include "base/check.h"
@@ -11,6 +13,15 @@ namespace {
 
 // Fewer tokens are computed along with any step; to move them costs more than it saves.
 constexpr int64_t kMovedTokensMin = 16;
+// Idle lessons that wait at a time. An engine that is never idle would have more and more of them.
+constexpr int64_t kIdleLessonsMax = 256;
+// All lessons for one prompt have at most these, each with its anchor: 64 MB. Thousands of small
+// documents behind a long anchor would be thousands of long prompts.
+constexpr int64_t kLessonTokensMax = int64_t{1} << 24;
+// And those of all prompts that wait, each of which may be a hundredth of its lessons.
+constexpr int64_t kAllLessonTokensMax = 2 * kLessonTokensMax;
+// What a request takes beside its tokens, in tokens.
+constexpr int64_t kLessonTokensMore = 512;
 
 int64_t SmallestWindow(std::span<const AttentionLayerSpec> layers) {
   int64_t window = kNoWindow;
@@ -19,6 +30,24 @@ int64_t SmallestWindow(std::span<const AttentionLayerSpec> layers) {
   }
   return window;
 }
+
+// Something for each anchor, and each set of factors, that it is asked about.
+template <typename T>
+class ByAnchor {
+ public:
+  // `make(anchor, space)` the first time.
+  template <typename F>
+  const T& Of(std::span<const int32_t> anchor, const PrefixSpace& space, F&& make) {
+    const Key key{anchor.data(), anchor.size(), space.long_rope};
+    const auto found = made_.find(key);
+    return found == made_.end() ? made_.emplace(key, make(anchor, space)).first->second
+                                : found->second;
+  }
+
+ private:
+  using Key = std::tuple<const int32_t*, size_t, bool>;
+  std::map<Key, T> made_;
+};
 
 }  // namespace
 
@@ -32,18 +61,21 @@ void PromptBlender::Plan(Request* request, std::span<const int32_t> prompt) {
   request->space.recipe = BlendRecipe(blend, found.documents, parts_.piece_max);
   request->blend = std::make_unique<BlendPlan>(model(), prompt, blend, std::move(found.documents),
                                                parts_.piece_max, found.own_end);
+  int64_t tokens = 0;
   for (const PromptDocument& document : blend.documents) {
     const BlendPlan::Chain chain = request->blend->ChainOf(prompt, document);
-    index_.Add(salt, chain.tokens, chain.anchor_tokens);
+    tokens += chain.size();
+    if (tokens > DocumentIndex::kTokensMax) break;  // it would push out those before it
+    index_.Add(salt, chain.tokens(), chain.document_begin);
   }
 }
 
 // The request that brings all of a document layer by layer; null if there is none.
-Request* PromptBlender::BringerOf(const Request& request, std::span<const int32_t> chain) const {
+Request* PromptBlender::BringerOf(const Request& request, const BlendPlan::Chain& chain) const {
   for (const int64_t id : request.learners) {
     Request* const learner = parts_.requests->Find(id);
     if (learner == nullptr || !learner->brings_document()) continue;
-    if (std::ranges::equal(learner->prompt_of(learner->samples.front()), chain)) return learner;
+    if (chain.IsOf(learner->prompt_of(learner->samples.front()))) return learner;
   }
   return nullptr;
 }
@@ -59,39 +91,45 @@ PromptBlender::FoundRows PromptBlender::FindDocuments(const Request& request,
   const auto prompt = request.prompt_of(request.samples.front());
   const int64_t window = SmallestWindow(parts_.state.attention()->options().layers);
   const std::span<const PromptDocument> movable = request.blend->movable();
+  const PrefixSpace space = request.space.exact();
+  PrefixSpace other_space = space;  // of the other factors
+  other_space.long_rope = !space.long_rope;
+  ByAnchor<PrefixFinder::Anchored> behind;
+  const auto find = [&](const BlendPlan::Chain& chain, const PrefixSpace& where) {
+    const auto begin = [&](const auto&... what) { return parts_.finder->FindBehind(what...); };
+    return behind.Of(chain.anchor, where, begin).Find(chain.rest);
+  };
   for (size_t i = 0; i < movable.size(); ++i) {
     const PromptDocument& document = movable[i];
     if (document.end <= piece.begin || document.begin >= piece.end) continue;
     const BlendPlan::Chain chain = request.blend->MovableChain(prompt, i);
-    PrefixSpace space = request.space.exact();
-    PrefixMatch match = parts_.finder->FindExact(chain.tokens, space);
+    PrefixMatch match = find(chain, space);
     bool long_factors = space.long_rope;
     if (HasLongSet(model().rope.scaling)) {
-      space.long_rope = !space.long_rope;
-      const PrefixMatch other = parts_.finder->FindExact(chain.tokens, space);
-      if (other.length > match.length) match = other, long_factors = space.long_rope;
+      const PrefixMatch other = find(chain, other_space);
+      if (other.length > match.length) match = other, long_factors = other_space.long_rope;
     }
     LayerwiseLoad* layers = nullptr;
-    if (match.length < std::ssize(chain.tokens)) {
-      if (const Request* const learner = BringerOf(request, chain.tokens)) {
+    if (match.length < chain.size()) {
+      if (const Request* const learner = BringerOf(request, chain)) {
         layers = learner->layers.get();
-        match = {.length = std::ssize(chain.tokens)};
+        match = {.length = chain.size()};
         long_factors = learner->space.long_rope;
       }
     }
     parts_.prefix_cache->Touch(match.sequence_id);
-    found.has_all &= match.length == std::ssize(chain.tokens);
+    found.has_all &= match.length == chain.size();
     const int64_t held = window > match.length ? 0 : match.length - (window - 1);
-    const int64_t known_begin = document.begin + std::max<int64_t>(0, held - chain.anchor_tokens);
-    const int64_t known_end = document.begin + match.length - chain.anchor_tokens;
+    const int64_t known_begin = document.begin + std::max<int64_t>(0, held - chain.document_begin);
+    const int64_t known_end = document.begin + match.length - chain.document_begin;
     const int64_t begin = std::max(piece.begin, known_begin);
     const int64_t end = std::min(piece.end, known_end);
     if (begin >= end) continue;
-    QUIRE_CHECK(end - document.begin + chain.anchor_tokens <= match.length)
+    QUIRE_CHECK(end - document.begin + chain.document_begin <= match.length)
         << "rows that are not known would be moved";
     parts.push_back({.part = {.rows = {begin - piece.begin, end - piece.begin},
                               .seq_id = match.sequence_id,
-                              .from = chain.anchor_tokens + begin - document.begin,
+                              .from = chain.document_begin + begin - document.begin,
                               .long_factors = long_factors},
                      .layers = layers});
   }
@@ -117,17 +155,17 @@ std::optional<BlendPlan::Found> PromptBlender::PieceAt(Request* request, int64_t
 // ---- Learning
 
 // With the factors of a prompt of this length, as any other request would compute it.
-PrefixSpace PromptBlender::LearnerSpace(const Request& request,
-                                        std::span<const int32_t> chain) const {
+PrefixSpace PromptBlender::LearnerSpace(const Request& request, int64_t tokens) const {
   PrefixSpace space = request.space.exact();
-  space.long_rope = NeedsLongRope(model(), std::ssize(chain));
+  space.long_rope = NeedsLongRope(model(), tokens);
   return space;
 }
 
 // How much of the prompt is retained, or in the store, as prefill gives it. Should it be gone when
 // the prompt comes in, documents in it are computed in their places.
-int64_t PromptBlender::ExactTokens(const Request& request, std::span<const int32_t> prompt) const {
-  const int64_t held = parts_.prefix_cache->Find(prompt, request.space.exact()).length;
+int64_t PromptBlender::ExactTokens(Request* request) const {
+  const auto prompt = request->prompt_of(request->samples.front());
+  const int64_t held = parts_.prefix_cache->Find(prompt, request->space.exact()).length;
   return std::max(held, parts_.store->KnownTokens(request));
 }
 
@@ -136,55 +174,74 @@ int64_t PromptBlender::ExactTokens(const Request& request, std::span<const int32
 // needs one only for its tail chunk: the prompt goes on behind it, so neither asks the store for
 // that chunk nor gives it to the store. It has one also where nothing is learnt before: its tokens
 // are the prompt's own, which takes them from there.
-std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request& request) {
+std::vector<std::unique_ptr<Request>> PromptBlender::MakeLearners(const Request& request,
+                                                                  int64_t exact) {
   std::vector<std::unique_ptr<Request>> learners;
   const bool has_windows = SmallestWindow(model().layers) != kNoWindow;
   // As a whole, and retained: with less of it the blend would be another one. What a request in
   // work holds may be gone before it is moved: that one is cancelled, or its windows go on past the
   // document's end. A learner forks it if it is still there.
-  const auto knows = [&](std::span<const int32_t> chain) {
-    return parts_.prefix_cache->Find(chain, LearnerSpace(request, chain)).length ==
-           std::ssize(chain);
+  ByAnchor<PrefixCache::Family> kept;
+  const auto knows = [&](const BlendPlan::Chain& chain) {
+    const auto begin = [&](const auto&... what) { return parts_.prefix_cache->FamilyOf(what...); };
+    const PrefixCache::Family& family =
+        kept.Of(chain.anchor, LearnerSpace(request, chain.size()), begin);
+    return family.Find(chain.rest).length == chain.size();
   };
   const auto prompt = request.prompt_of(request.samples.front());
-  const DocumentLearning learn = request.blend->request().learn;
-  const bool is_idle = learn == DocumentLearning::kIdle;
-  const auto is_to_be_learnt = [&](std::span<const int32_t> chain, const PrefixSpace& space) {
-    const auto& waiting = parts_.requests->waiting();
+  const bool is_idle = request.blend->request().learn == DocumentLearning::kIdle;
+  const auto& waiting = parts_.requests->waiting();
+  int64_t lesson_tokens = 0;
+  int64_t lesson_tokens_max = kAllLessonTokensMax;
+  for (const auto& other : waiting) {
+    if (other->learns_for == Request::kNobody) continue;
+    lesson_tokens_max -= other->prompt_tokens + kLessonTokensMore;
+  }
+  lesson_tokens_max = std::min(lesson_tokens_max, kLessonTokensMax);
+  int64_t idle_count = std::ssize(waiting) - parts_.requests->waiting_in_turn();
+  const auto is_to_be_learnt = [&](const BlendPlan::Chain& chain, const PrefixSpace& space) {
     return std::any_of(waiting.begin(), waiting.end(), [&](const auto& other) {
       return other->is_idle && other->space == space &&
-             std::ranges::equal(other->prompt_of(other->samples.front()), chain);
+             chain.IsOf(other->prompt_of(other->samples.front()));
     });
   };
-  // Nobody waits for idle lessons, and other prompts may move what they learn.
-  const int64_t exact = learn == DocumentLearning::kFirst ? ExactTokens(request, prompt) : 0;
   const int64_t own_end = request.blend->own_end();
   const bool with_own = own_end < request.prompt_tokens && parts_.store->EndsInTail(own_end);
-  for (const BlendPlan::Chain& document : request.blend->Unknown(prompt, exact, with_own, knows)) {
-    const std::span<const int32_t> chain = document.tokens;
-    const bool waits_for_others = is_idle && !document.is_own;
-    if (waits_for_others && is_to_be_learnt(chain, LearnerSpace(request, chain))) continue;
+  for (const BlendPlan::Chain& chain : request.blend->Unknown(prompt, exact, with_own, knows)) {
+    const PrefixSpace space = LearnerSpace(request, chain.size());
+    const bool waits_for_others = is_idle && !chain.is_own;
+    if (waits_for_others && idle_count >= kIdleLessonsMax) break;
+    if (waits_for_others && is_to_be_learnt(chain, space)) continue;
     SamplingOptions options{.max_tokens = 0,
                             .cache_salt = request.space.salt,
                             .turn_group = request.options.turn_group,
                             .turn_weight = request.options.turn_weight};
-    const bool fits = parts_.limits->CheckFits(std::ssize(chain), options).ok();
-    if (!fits) continue;  // with the begin token it is one too many: it is computed in its place
-    auto learner = std::make_unique<Request>(next_learner_id_--, chain, std::move(options));
+    // One that does not fit is computed in its place: with the begin token it may be one too many.
+    const int64_t tokens = chain.size() + kLessonTokensMore;
+    const bool fits = lesson_tokens + tokens <= lesson_tokens_max &&
+                      parts_.limits->CheckFits(chain.size(), options).ok();
+    if (!fits) continue;
+    lesson_tokens += tokens;
+    auto learner =
+        std::make_unique<Request>(next_learner_id_--, chain.tokens(), std::move(options));
     learner->submitted_ns = request.submitted_ns;
-    learner->space = LearnerSpace(request, chain);
+    learner->space = space;
     learner->learns_for = request.id;
     learner->is_idle = waits_for_others;
-    learner->document_begin = document.is_own ? std::ssize(chain) : document.anchor_tokens;
+    learner->document_begin = chain.document_begin;
     // What a window hides at a document's end is not in its chunks.
-    learner->comes_whole = document.is_own || has_windows;
+    learner->comes_whole = chain.is_own || has_windows;
     learners.push_back(std::move(learner));
+    idle_count += waits_for_others ? 1 : 0;
   }
   return learners;
 }
 
 void PromptBlender::Add(std::unique_ptr<Request> request) {
-  std::vector<std::unique_ptr<Request>> learners = MakeLearners(*request);
+  // Nobody waits for idle lessons, and other prompts may move what they learn.
+  const bool learns_first = request->blend->request().learn == DocumentLearning::kFirst;
+  const int64_t exact = learns_first ? ExactTokens(request.get()) : 0;
+  std::vector<std::unique_ptr<Request>> learners = MakeLearners(*request, exact);
   std::vector<int64_t> ids;
   for (const auto& learner : learners) {
     ids.push_back(learner->id);
@@ -204,7 +261,15 @@ void PromptBlender::Add(std::unique_ptr<Request> request) {
 void PromptBlender::NoteLearnt(const Request& learner) noexcept {
   Request* const request = parts_.requests->Find(learner.learns_for);
   if (request == nullptr) return;
+  std::erase(request->learners, learner.id);  // else it is looked for in every step
   request->learned_tokens += learner.prompt_tokens - learner.cached.total();
+  for (size_t tier = 0; tier < learner.cached.tiers.size(); ++tier) {
+    request->documents_loaded[tier] += learner.cached.tiers[tier];
+  }
+  // Most documents that a store does not have were never there: other reasons tell more.
+  const bool says_little = request->documents_miss == MissReason::kNone ||
+                           request->documents_miss == MissReason::kNotStored;
+  if (says_little && learner.miss != MissReason::kNone) request->documents_miss = learner.miss;
   if (learner.is_idle) return;  // nobody waited for it
   const bool was_asked = learner.asked_ns != Request::kNotYet;
   const int64_t from = was_asked ? learner.asked_ns : learner.admitted_ns;

@@ -88,10 +88,11 @@ class PromptBlender {
     bool has_all = true;  // each document in the piece is known to its end
   };
   FoundRows FindDocuments(const Request& request, const BlendPiece& piece);
-  Request* BringerOf(const Request& request, std::span<const int32_t> chain) const;
-  std::vector<std::unique_ptr<Request>> MakeLearners(const Request& request);
-  int64_t ExactTokens(const Request& request, std::span<const int32_t> prompt) const;
-  PrefixSpace LearnerSpace(const Request& request, std::span<const int32_t> chain) const;
+  Request* BringerOf(const Request& request, const BlendPlan::Chain& chain) const;
+  // But for documents in the prompt's first `exact` tokens.
+  std::vector<std::unique_ptr<Request>> MakeLearners(const Request& request, int64_t exact);
+  int64_t ExactTokens(Request* request) const;
+  PrefixSpace LearnerSpace(const Request& request, int64_t tokens) const;
   const ModelInfo& model() const { return parts_.limits->model->info(); }
 
   const Parts parts_;

@@ -103,7 +103,7 @@ Status StepPlanner::GiveSequences() {
     if (!leader->has_sequence()) {
       QUIRE_RETURN_IF_ERROR(
           holders_.sequences.Give(*request, leader, holders_.finder.Find(*request, *leader)));
-      request->NoteFound();
+      request->NoteFound(*leader);
     }
     if (request->job != nullptr) QUIRE_RETURN_IF_ERROR(owners_.traffic.prefill.Mark(request.get()));
     // Another sample leads now, and begins elsewhere or has another answer.
@@ -113,6 +113,7 @@ Status StepPlanner::GiveSequences() {
       if (sample.finished() || sample.has_sequence()) continue;
       QUIRE_RETURN_IF_ERROR(holders_.sequences.Give(
           *request, &sample, holders_.finder.FindFork(*request, *leader, sample)));
+      request->NoteFound(sample);  // where the leader cannot be forked, it begins further ahead
     }
   }
   return {};
@@ -246,7 +247,7 @@ Result<bool> StepPlanner::AdmitHead() {
     request.cached = {};
     return false;
   }
-  request.NoteFound();
+  request.NoteFound(*request.leader());
   if (!request.admitted_before)
     request.prefix_miss = MissOf(request, exact, start.from, holders_.prefix_cache);
   owners_.traffic.store.NoteStart(&request, start.from.known);

@@ -46,16 +46,18 @@ class FakeChunkStore final : public ChunkStore {
   int64_t live_fetches = 0;
   int64_t cancelled = 0;  // fetches that were not done
   int64_t flushes = 0;
-  std::map<ChunkKey, int64_t> served;  // by key: how often it was given to a fetch
-  std::vector<ChunkKey> puts;          // in order
+  int64_t polls = 0;                    // of fetches, whether they are done
+  std::vector<const ChunkKey*> chains;  // where those lay that were given
+  std::map<ChunkKey, int64_t> served;   // by key: how often it was given to a fetch
+  std::vector<ChunkKey> puts;           // in order
   std::map<ChunkKey, std::shared_ptr<const StoredChunk>> chunks;
 
   class Fetched final : public ChunkFetch {
    public:
-    Fetched(FakeChunkStore* store, const FetchRequest& request, std::span<const ChunkKey> chain,
-            int64_t start_ns)
+    Fetched(FakeChunkStore* store, const FetchRequest& request, int64_t start_ns)
         : store_(store), layer_ns_(store->layer_ns), start_ns_(start_ns) {
       deadline_ns_ = request.deadline_ns;
+      const std::span<const ChunkKey> chain = request.chain;
       wanted_ = static_cast<int64_t>(chain.size()) - request.first_chunk;
       for (size_t i = static_cast<size_t>(request.first_chunk); i < chain.size(); ++i) {
         const auto found = store_->chunks.find(chain[i]);
@@ -82,17 +84,21 @@ class FakeChunkStore final : public ChunkStore {
       return std::min(found(), (now_ns - start_ns_) / store_->chunk_ns);
     }
     bool done() const override {
+      ++store_->polls;
+      return IsDone();
+    }
+    bool IsDone() const {
       if (store_->hangs) return false;
       return cancelled_ || (located() && ready() == found()) || Now() >= deadline_ns_;
     }
     bool Wait(int64_t until_ns) override {
-      if (!done()) {
+      if (!IsDone()) {
         const int64_t end_ns =
             layer_ns_ > 0 ? LayerNs(LayerCount() - 1) : start_ns_ + found() * store_->chunk_ns;
         const int64_t over_ns = store_->hangs ? until_ns : std::min(end_ns, until_ns);
         store_->clock_->Advance(std::max<int64_t>(0, over_ns - Now()));
       }
-      return done();
+      return IsDone();
     }
     Status WaitLayer(int64_t layer, int64_t until_ns) override {
       if (layer_ns_ == 0 || store_->hangs || found() == 0) {
@@ -115,11 +121,11 @@ class FakeChunkStore final : public ChunkStore {
     TierKind tier(int64_t) const override { return store_->tier; }
     MissReason miss() const override {
       if (ready() == wanted_) return MissReason::kNone;
-      if (ready() == found() || !done()) return MissReason::kNotStored;
+      if (ready() == found() || !IsDone()) return MissReason::kNotStored;
       return cancelled_ ? MissReason::kCancelled : MissReason::kTimeout;
     }
     void Cancel() noexcept override {
-      if (!done()) ++store_->cancelled;
+      if (!IsDone()) ++store_->cancelled;
       cancelled_ = true;
     }
 
@@ -191,23 +197,25 @@ class FakeChunkStore final : public ChunkStore {
   Result<std::vector<std::shared_ptr<ChunkFetch>>> FetchAll(
       std::span<const FetchRequest> requests) override {
     QUIRE_RETURN_IF_ERROR(CheckOpen());
-    std::vector<std::vector<ChunkKey>> chains;
     for (const FetchRequest& request : requests) {
       compute_seconds_per_token = request.compute_seconds_per_token;
       if (fetch_fault) QUIRE_RETURN_IF_ERROR(fetch_fault());
       QUIRE_ASSIGN_OR_RETURN(
-          chains.emplace_back(),
+          const std::vector<ChunkKey> chain,
           request.keys->Chain(request.tokens, request.chunk_tokens, request.tail));
+      QUIRE_CHECK(std::ranges::equal(request.chain, chain)) << "keys of other tokens";
+      chains.push_back(request.chain.data());
     }
     ++calls;
     answered_ns_ = std::max(answered_ns_, clock_->SteadyNs()) + call_ns;
     std::vector<std::shared_ptr<ChunkFetch>> begun;
     for (size_t i = 0; i < requests.size(); ++i) {
-      begun.push_back(std::make_shared<Fetched>(this, requests[i], chains[i], answered_ns_));
+      begun.push_back(std::make_shared<Fetched>(this, requests[i], answered_ns_));
     }
     return begun;
   }
   int64_t KnownPrefix(const KeySpace&, std::span<const ChunkKey> chain) override {
+    chains.push_back(chain.data());
     const auto missing = [&](const ChunkKey& key) { return !chunks.contains(key); };
     return std::find_if(chain.begin(), chain.end(), missing) - chain.begin();
   }

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/guard.h"
+#include "engine/remote/remote_peers.h"
 
 namespace quire {
 namespace {
@@ -59,6 +60,16 @@ Result<std::string> PrefillTraffic::Serve(const SequenceStates& states, const Pa
   return endpoint;
 }
 
+Status PrefillTraffic::CheckNotOwn(std::span<const std::string> peers) const {
+  for (const std::string& peer : peers) {
+    if (server_ == nullptr || !IsSameAddress(peer, server_->endpoint())) continue;
+    return Status(StatusCode::kBadArgument,
+                  "Engine::AttachPrefillPeers: the engine itself serves at " + peer +
+                      ", and does not ask itself; leave that address out");
+  }
+  return {};
+}
+
 Status PrefillTraffic::last_refusal() const {
   const std::lock_guard<std::mutex> lock(serve_mutex_);
   return server_ == nullptr ? Status() : server_->last_refusal();
@@ -73,7 +84,7 @@ Status PrefillTraffic::TakeJobs(double seconds_per_token, const RequestEnder& en
                                 const JobAdder& add) {
   if (server_ == nullptr) return {};
   bell_->Clear();
-  while (Request* const broken = FindBroken())
+  for (Request* const broken : FindBroken())
     end(broken, FinishReason::kCancelled, "the prompt cannot be sent any more");
   for (int64_t taken = 0;; ++taken) {
     auto job = std::make_shared<PrefillJob>();
@@ -121,7 +132,7 @@ void PrefillTraffic::Refuse(PrefillJob* job, const Status& why) noexcept {
   static_cast<void>(GuardEntry([&] { return job->peer->Refuse(job->map.epoch, why); }));
 }
 
-Request* PrefillTraffic::FindBroken() const {
+std::vector<Request*> PrefillTraffic::FindBroken() const {
   const auto is_broken = [&](const auto& request) {
     const PrefillJob* const job = request->job.get();
     if (job == nullptr) return false;
@@ -130,11 +141,12 @@ Request* PrefillTraffic::FindBroken() const {
     const Result<SendProgress> progress = state_.transfer()->GetSendProgress(job->marked_sequence);
     return !progress.ok() || !progress->failure.ok();
   };
+  std::vector<Request*> broken;
   for (const auto& request : requests_.running())
-    if (is_broken(request)) return request.get();
+    if (is_broken(request)) broken.push_back(request.get());
   for (const auto& request : requests_.waiting())
-    if (is_broken(request)) return request.get();
-  return nullptr;
+    if (is_broken(request)) broken.push_back(request.get());
+  return broken;
 }
 
 // What the sequence has and has not sent goes with the next forward, too. A connection that takes

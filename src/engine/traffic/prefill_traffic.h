@@ -24,7 +24,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "engine/prefix/engine_states.h"
 #include "engine/remote/prefill_server.h"
@@ -77,6 +79,9 @@ class PrefillTraffic {
   Result<std::string> Serve(const SequenceStates& states, const Passport& identity,
                             TransferListenerOptions options);
 
+  // BadArgument if this engine serves at one of these addresses (RemoteTraffic::CheckNotOwn).
+  Status CheckNotOwn(std::span<const std::string> peers) const;
+
   // ---- From any thread
   Status last_refusal() const;
   // Whether a peer may want something.
@@ -111,8 +116,9 @@ class PrefillTraffic {
   void Publish(EngineStats* stats) noexcept;
 
  private:
-  // A request whose peer does not want it any more, or to which nothing can be sent; null: none.
-  Request* FindBroken() const;
+  // Requests whose peers do not want them any more, or to which nothing can be sent. All at once: a
+  // peer that goes may leave many.
+  std::vector<Request*> FindBroken() const;
   bool WaitsForRoom() const;
   // The engine does not compute it, or not to its end.
   void Refuse(PrefillJob* job, const Status& why) noexcept;

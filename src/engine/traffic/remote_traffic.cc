@@ -76,6 +76,15 @@ Status RemoteTraffic::CheckPeer(const std::string& address) const {
                 {"prefill_peer", RefusalReason::kUnknownPeer});
 }
 
+Status RemoteTraffic::CheckNotOwn(const std::string& listen) const {
+  const auto is_own = [&](const std::string& address) { return IsSameAddress(address, listen); };
+  if (peers_ == nullptr || std::ranges::none_of(options_.addresses, is_own)) return {};
+  return Status(StatusCode::kBadArgument,
+                "Engine::ServePrefill: " + listen +
+                    " is among the engine's own peers (PrefillPeerOptions::addresses), and an "
+                    "engine does not ask itself; serve elsewhere, or leave that peer out");
+}
+
 size_t RemoteTraffic::admissible(size_t others) const {
   return peers_ == nullptr ? others : std::max(others, static_cast<size_t>(kLoadsMax));
 }

@@ -52,6 +52,9 @@ class RemoteTraffic {
                 const PrefillPeerOptions& options, const std::shared_ptr<Clock>& clock);
   // From any thread.
   std::vector<PrefillPeerInfo> Infos() const;
+  // BadArgument for the address of a peer: an engine that asked itself would hold the pages of a
+  // prompt twice, and wait for itself.
+  Status CheckNotOwn(const std::string& listen) const;
   // From any thread: whether SamplingOptions::prefill_peer is empty or one that is attached.
   Status CheckPeer(const std::string& address) const;
   // The number of requests that are looked at for being admitted, `others` without peers: others

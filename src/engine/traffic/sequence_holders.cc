@@ -27,6 +27,7 @@ void SequenceHolders::Publish(EngineStats* stats) const noexcept {
   stats->retained_pages = state.retained_pages();
   stats->waiting = static_cast<int64_t>(requests.waiting().size());
   stats->running = static_cast<int64_t>(requests.running().size());
+  stats->learning = requests.waiting_learners();
   speculator.Publish(stats);
 }
 

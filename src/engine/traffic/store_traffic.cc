@@ -118,11 +118,23 @@ StoreTraffic::Start StoreTraffic::FindStart(const Request& request) const {
   return {.from = border, .end = end};
 }
 
-int64_t StoreTraffic::KnownTokens(const Request& request) const {
-  if (link_ == nullptr || request.has_window()) return 0;
-  const Sample& leader = request.samples.front();
-  return link_->Known(request.space,
-                      request.prompt_of(leader).first(static_cast<size_t>(LoadableTokens(leader))));
+// A prompt is asked for up to three times, and hashed once. Its samples have other answers.
+Result<std::span<const ChunkKey>> StoreTraffic::KeysOf(Request* request, int64_t size,
+                                                       bool tail) const {
+  if (request->prompt_keys.empty() || request->answer_begun()) {
+    const std::span<const int32_t> tokens = request->leader()->tokens;
+    QUIRE_ASSIGN_OR_RETURN(
+        request->prompt_keys,
+        link_->KeysOf(request->space, tokens.first(static_cast<size_t>(size)), tail));
+  }
+  return std::span<const ChunkKey>(request->prompt_keys);
+}
+
+int64_t StoreTraffic::KnownTokens(Request* request) const {
+  if (link_ == nullptr || request->has_window()) return 0;
+  const int64_t size = LoadableTokens(*request->leader());
+  const auto keys = KeysOf(request, size, /*tail=*/true);
+  return keys.ok() ? std::min(size, link_->Known(request->space, *keys)) : 0;
 }
 
 // `request` is about to wait. If others are ahead of it, the store brings its chunks into RAM in
@@ -138,14 +150,20 @@ void StoreTraffic::Prefetch(Request* request) const {
   const int64_t size = LoadableTokens(leader);
   if (!link_->HasMore(size, match.length, /*tail=*/true)) return;
   const PrefixMatch border = finder_.Find(*request, leader, link_->chunk_tokens());
-  request->prefetch = link_->Prefetch(
-      request->space, std::span(leader.tokens).first(static_cast<size_t>(size)), border.length,
-      /*tail=*/true, compute_seconds_per_token_);
+  const auto keys = KeysOf(request, size, /*tail=*/true);
+  if (!keys.ok()) return;
+  request->prefetch =
+      link_->Prefetch({.space = &request->space,
+                       .tokens = std::span(leader.tokens).first(static_cast<size_t>(size)),
+                       .held = border.length,
+                       .tail = true,
+                       .keys = *keys},
+                      compute_seconds_per_token_);
 }
 
 void StoreTraffic::StartLoads() {
   if (link_ == nullptr) return;
-  PollLoads();
+  PollLoads(loading_count());
   std::vector<Lookup> lookups;
   for (size_t i = 0; i < loading_count(); ++i) {
     Request* const request = requests_.waiting()[i].get();
@@ -188,18 +206,26 @@ bool StoreTraffic::PlanLoad(Request* request, std::vector<Lookup>* lookups) cons
   return true;
 }
 
-// In one call; there is none left then.
-void StoreTraffic::BeginLoads(std::vector<Lookup>* lookups) {
-  if (lookups->empty()) return;
+Result<std::vector<std::unique_ptr<PrefixLoad>>> StoreTraffic::LoadsOf(
+    std::span<const Lookup> lookups) {
   std::vector<StoreLink::Wish> wishes;
-  for (const Lookup& lookup : *lookups) {
+  for (const Lookup& lookup : lookups) {
     const std::span<const int32_t> tokens = lookup.request->leader()->tokens;
+    QUIRE_ASSIGN_OR_RETURN(const std::span<const ChunkKey> keys,
+                           KeysOf(lookup.request, lookup.size, lookup.tail));
     wishes.push_back({.space = &lookup.request->space,
                       .tokens = tokens.first(static_cast<size_t>(lookup.size)),
                       .held = lookup.border.length,
-                      .tail = lookup.tail});
+                      .tail = lookup.tail,
+                      .keys = keys});
   }
-  auto loads = link_->StartLoads(wishes, compute_seconds_per_token_);
+  return link_->StartLoads(wishes, compute_seconds_per_token_);
+}
+
+// In one call; there is none left then.
+void StoreTraffic::BeginLoads(std::vector<Lookup>* lookups) {
+  if (lookups->empty()) return;
+  auto loads = LoadsOf(*lookups);
   for (size_t i = 0; i < lookups->size(); ++i) {
     Request* const request = (*lookups)[i].request;
     request->looked_up = true;
@@ -243,8 +269,8 @@ bool StoreTraffic::IsPrefixBeingLoaded(const Request& request, int64_t matched) 
   return false;
 }
 
-void StoreTraffic::PollLoads() {
-  for (size_t i = 0; i < loading_count(); ++i) PollLoad(requests_.waiting()[i].get());
+void StoreTraffic::PollLoads(size_t count) {
+  for (size_t i = 0; i < count; ++i) PollLoad(requests_.waiting()[i].get());
 }
 
 void StoreTraffic::PollLoad(Request* request) {
@@ -353,10 +379,10 @@ bool StoreTraffic::AwaitLoad() {
   const auto first = std::find_if(requests_.waiting().begin(), requests_.waiting().end(), loads);
   if (first == requests_.waiting().end()) return false;
   Request* const request = first->get();
+  const auto place = static_cast<size_t>(first - requests_.waiting().begin());
   const int64_t until_ns = link_->now_ns() + kWaitNs;
   for (;;) {
-    PollLoads();  // its prompt's, too
-    PollLoad(request);
+    PollLoads(std::max(loading_count(), place + 1));  // its prompt's, too
     if (request->load->ended()) break;
     // Looked at once: a layer that comes between deciding and waiting ends the wait.
     const int64_t there = LayersThere(*request);

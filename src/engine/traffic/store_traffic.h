@@ -22,6 +22,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "engine/loading/layerwise_load.h"
@@ -73,7 +74,7 @@ class StoreTraffic {
   }
 
   // How much of the prompt the store has, as far as it knows without asking a disk or a network.
-  int64_t KnownTokens(const Request& request) const;
+  int64_t KnownTokens(Request* request) const;
 
   // ---- Requests that wait
   Start FindStart(const Request& request) const;
@@ -124,13 +125,17 @@ class StoreTraffic {
     bool tail;
   };
   bool PlanLoad(Request* request, std::vector<Lookup>* lookups) const;
+  Result<std::vector<std::unique_ptr<PrefixLoad>>> LoadsOf(std::span<const Lookup> lookups);
   void BeginLoads(std::vector<Lookup>* lookups);
+  // The keys of the leader's first `size` tokens; `tail`: also that of the shorter last chunk. They
+  // are valid until they are asked for again.
+  Result<std::span<const ChunkKey>> KeysOf(Request* request, int64_t size, bool tail) const;
   bool IsPrefixBeingLoaded(const Request& request, int64_t matched) const;
   // How many of the requests that wait may have loads: the first ones.
   size_t loading_count() const {
     return std::min(requests_.waiting().size(), static_cast<size_t>(kLoadsMax));
   }
-  void PollLoads();
+  void PollLoads(size_t count);  // of the requests that wait
   void PollLoad(Request* request);
   int64_t LayersThere(const Request& request) const;
   bool KeepsPace(const Request& request, int64_t there, bool alone) const;

@@ -13,14 +13,6 @@
 // same cache sets.
 constexpr int kScoreStride = kSegmentPositions + kLanes;
 
-#if defined(QUIRE_SIMD_SCALAR)
-QUIRE_INLINE void PrefetchL1(const void*) {}
-#else
-QUIRE_INLINE void PrefetchL1(const void* p) {
-  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
-}
-#endif
-
 struct NoScope {};
 
 // How a tile's elements enter a chain: `kPair` elements per lane and step, weighed by one Weight.
@@ -114,9 +106,9 @@ constexpr int kRowsMax = 12;  // a tenth faster than 8 without dot products, a t
 constexpr int kTilesAtOnce = 2;
 constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 constexpr int ColumnsAtOnce(int rows) { return rows <= 2 ? 8 : rows <= 4 ? 4 : 2; }
-#elif defined(QUIRE_SIMD_AVX2)
-constexpr int kRowsMax =
-    6;  // a vector is two registers of 16: 12 chains, a step's vector, a weight
+#elif defined(QUIRE_SIMD_AVX2) || defined(QUIRE_SIMD_NEON)
+// A vector is two registers of 16, or four of 32: 6 chains, a step's vector, a weight.
+constexpr int kRowsMax = 6;
 constexpr int kTilesAtOnce = 1;
 constexpr int HeadsAtOnce(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 constexpr int ColumnsAtOnce(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }

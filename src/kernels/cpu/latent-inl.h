@@ -33,59 +33,125 @@ static void LatentValueTile(DType dtype, const std::byte* keys, int v_dim, std::
 #else
 
 // A chunk is 16 bytes of a row of units, kCount of them. A block is a chunk of 2 * kCount rows:
-// rows i and i + kCount side by side in a register, so that transposing within the halves gives 2 *
-// kCount consecutive units of each of kCount rows of values.
+// rows i and i + kCount side by side, so that transposing within the halves gives 2 * kCount
+// consecutive units of each of kCount rows of values.
+#if defined(QUIRE_SIMD_NEON)
+
+struct Rows {
+  uint8x16_t half[2];
+};
+QUIRE_INLINE Rows LoadRows(const std::byte* first, const std::byte* second) {
+  return {{vld1q_u8(reinterpret_cast<const uint8_t*>(first)),
+           vld1q_u8(reinterpret_cast<const uint8_t*>(second))}};
+}
+QUIRE_INLINE void StoreRows(std::byte* to, Rows rows) {
+  vst1q_u8(reinterpret_cast<uint8_t*>(to), rows.half[0]);
+  vst1q_u8(reinterpret_cast<uint8_t*>(to) + 16, rows.half[1]);
+}
+// Moves the bytes of each 16: byte i is that at places[i].
+QUIRE_INLINE Rows Shuffle(Rows rows, const uint8_t* places) {
+  const uint8x16_t at = vld1q_u8(places);
+  return {{vqtbl1q_u8(rows.half[0], at), vqtbl1q_u8(rows.half[1], at)}};
+}
+// Interleaves the units of `kBytes` of the lower (upper) half of each 16 bytes of a and b.
+template <int kBytes>
+QUIRE_INLINE uint8x16_t ZipLowHalf(uint8x16_t a, uint8x16_t b) {
+  if constexpr (kBytes == 2) {
+    return vreinterpretq_u8_u16(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+  } else if constexpr (kBytes == 4) {
+    return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+  } else {
+    return vreinterpretq_u8_u64(vzip1q_u64(vreinterpretq_u64_u8(a), vreinterpretq_u64_u8(b)));
+  }
+}
+template <int kBytes>
+QUIRE_INLINE uint8x16_t ZipHighHalf(uint8x16_t a, uint8x16_t b) {
+  if constexpr (kBytes == 2) {
+    return vreinterpretq_u8_u16(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+  } else if constexpr (kBytes == 4) {
+    return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+  } else {
+    return vreinterpretq_u8_u64(vzip2q_u64(vreinterpretq_u64_u8(a), vreinterpretq_u64_u8(b)));
+  }
+}
+template <int kBytes>
+QUIRE_INLINE Rows ZipLow(Rows a, Rows b) {
+  return {{ZipLowHalf<kBytes>(a.half[0], b.half[0]), ZipLowHalf<kBytes>(a.half[1], b.half[1])}};
+}
+template <int kBytes>
+QUIRE_INLINE Rows ZipHigh(Rows a, Rows b) {
+  return {{ZipHighHalf<kBytes>(a.half[0], b.half[0]), ZipHighHalf<kBytes>(a.half[1], b.half[1])}};
+}
+
+#else
+
+using Rows = __m256i;
+QUIRE_INLINE Rows LoadRows(const std::byte* first, const std::byte* second) {
+  const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(first));
+  const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(second));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+}
+QUIRE_INLINE void StoreRows(std::byte* to, Rows rows) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rows);
+}
+// Moves the bytes of each 16: byte i is that at places[i].
+QUIRE_INLINE Rows Shuffle(Rows rows, const uint8_t* places) {
+  const __m128i at = _mm_loadu_si128(reinterpret_cast<const __m128i*>(places));
+  return _mm256_shuffle_epi8(rows, _mm256_broadcastsi128_si256(at));
+}
+// Interleaves the units of `kBytes` of the lower (upper) half of each 16 bytes of a and b.
+template <int kBytes>
+QUIRE_INLINE Rows ZipLow(Rows a, Rows b) {
+  if constexpr (kBytes == 2) return _mm256_unpacklo_epi16(a, b);
+  if constexpr (kBytes == 4) return _mm256_unpacklo_epi32(a, b);
+  return _mm256_unpacklo_epi64(a, b);
+}
+template <int kBytes>
+QUIRE_INLINE Rows ZipHigh(Rows a, Rows b) {
+  if constexpr (kBytes == 2) return _mm256_unpackhi_epi16(a, b);
+  if constexpr (kBytes == 4) return _mm256_unpackhi_epi32(a, b);
+  return _mm256_unpackhi_epi64(a, b);
+}
+
+#endif
+
 struct UnitsF32 {
   static constexpr int kBytes = 4;
   static constexpr int kDims = 1;
-  QUIRE_INLINE __m256i Turn(__m256i rows) { return rows; }
+  QUIRE_INLINE Rows Turn(Rows rows) { return rows; }
 };
 struct UnitsF16 {
   static constexpr int kBytes = 2;
   static constexpr int kDims = 1;
-  QUIRE_INLINE __m256i Turn(__m256i rows) { return rows; }
+  QUIRE_INLINE Rows Turn(Rows rows) { return rows; }
 };
 #if !defined(QUIRE_SIMD_AVX512)
 struct UnitsBF16 {
   static constexpr int kBytes = 8;
   static constexpr int kDims = 2;
-  QUIRE_INLINE __m256i Turn(__m256i rows) {
-    return _mm256_shuffle_epi8(
-        rows, _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
-                               0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  QUIRE_INLINE Rows Turn(Rows rows) {
+    alignas(16) static constexpr uint8_t kPlaces[] = {0, 1, 4,  5,  2,  3,  6,  7,
+                                                      8, 9, 12, 13, 10, 11, 14, 15};
+    return Shuffle(rows, kPlaces);
   }
 };
 #endif
 struct UnitsCodes {
   static constexpr int kBytes = 4;
   static constexpr int kDims = 2;
-  QUIRE_INLINE __m256i Turn(__m256i rows) {
-    return _mm256_shuffle_epi8(
-        rows, _mm256_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15,  //
-                               0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+  QUIRE_INLINE Rows Turn(Rows rows) {
+    alignas(16) static constexpr uint8_t kPlaces[] = {0, 2,  1, 3,  4,  6,  5,  7,
+                                                      8, 10, 9, 11, 12, 14, 13, 15};
+    return Shuffle(rows, kPlaces);
   }
 };
-
-// Interleaves the units of `kBytes` of the lower (upper) half of each 16 bytes of a and b.
-template <int kBytes>
-QUIRE_INLINE __m256i ZipLow(__m256i a, __m256i b) {
-  if constexpr (kBytes == 2) return _mm256_unpacklo_epi16(a, b);
-  if constexpr (kBytes == 4) return _mm256_unpacklo_epi32(a, b);
-  return _mm256_unpacklo_epi64(a, b);
-}
-template <int kBytes>
-QUIRE_INLINE __m256i ZipHigh(__m256i a, __m256i b) {
-  if constexpr (kBytes == 2) return _mm256_unpackhi_epi16(a, b);
-  if constexpr (kBytes == 4) return _mm256_unpackhi_epi32(a, b);
-  return _mm256_unpackhi_epi64(a, b);
-}
 
 // Rows of 16 / kBytes units each, transposed within the halves of the registers: zipping the first
 // half of the rows with the second, as often as it takes until units stand in the order of rows.
 template <int kBytes>
-QUIRE_INLINE void TransposeUnits(__m256i* rows) {
+QUIRE_INLINE void TransposeUnits(Rows* rows) {
   constexpr int kCount = 16 / kBytes;
-  __m256i next[kCount];
+  Rows next[kCount];
   for (int done = 1; done < kCount; done *= 2) {
     QUIRE_UNROLL
     for (int i = 0; i < kCount / 2; ++i) {
@@ -106,22 +172,17 @@ static void TransposeTile(const std::byte* keys, int v_dim, std::byte* values) {
   for (int row = 0; row < rows; row += 2 * kCount) {
     const std::byte* const from = keys + int64_t{row} * kRowBytes;
     for (int chunk = 0; chunk < kRowBytes / 16; ++chunk) {
-      __m256i block[kCount];
+      Rows block[kCount];
       QUIRE_UNROLL
       for (int i = 0; i < kCount; ++i) {
-        const auto* low = reinterpret_cast<const __m128i*>(from + i * kRowBytes) + chunk;
-        const auto* high =
-            reinterpret_cast<const __m128i*>(from + (i + kCount) * kRowBytes) + chunk;
-        block[i] = Units::Turn(_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)),
-                                                       _mm_loadu_si128(high), 1));
+        const std::byte* const first = from + i * kRowBytes + chunk * 16;
+        block[i] = Units::Turn(LoadRows(first, first + kCount * kRowBytes));
       }
       TransposeUnits<Units::kBytes>(block);
       std::byte* const to =
           values + chunk * kCount * value_row_bytes + int64_t{row} * Units::kBytes;
       QUIRE_UNROLL
-      for (int i = 0; i < kCount; ++i) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i * value_row_bytes), block[i]);
-      }
+      for (int i = 0; i < kCount; ++i) StoreRows(to + i * value_row_bytes, block[i]);
     }
   }
 }

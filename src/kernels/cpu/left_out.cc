@@ -4,6 +4,9 @@
 
 namespace quire {
 
+#if QUIRE_WITHOUT_NEON
+const Backend kNeonBackend = {};
+#endif
 #if QUIRE_WITHOUT_AVX2
 const Backend kAvx2Backend = {};
 #endif

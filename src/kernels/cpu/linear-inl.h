@@ -9,15 +9,16 @@
 // Rows of one tile: with these the accumulators of a tile fill the registers but for the operands.
 #if defined(QUIRE_SIMD_AVX512)
 constexpr int kMaxTileRows = 12;
-#elif defined(QUIRE_SIMD_AVX2)
+#elif defined(QUIRE_SIMD_AVX2) || defined(QUIRE_SIMD_NEON)
 constexpr int kMaxTileRows = 6;
 #else
 constexpr int kMaxTileRows = 4;
 #endif
-// Vectors of outputs per tile. AVX2 has half the registers: a full tile takes one vector at a time.
+// Vectors of outputs per tile. The registers of AVX2 and NEON hold half as many vectors: a full
+// tile takes one vector at a time.
 template <int kRows>
 constexpr int kTileVectors =
-#if defined(QUIRE_SIMD_AVX2)
+#if defined(QUIRE_SIMD_AVX2) || defined(QUIRE_SIMD_NEON)
     kRows > kMaxTileRows / 2 ? 1 :
 #endif
                              kOutputBlock / kLanes;
@@ -215,7 +216,7 @@ struct TileFunctions {
   static constexpr TileFunction kFor[kMaxTileRows] = {
       RunTile<W, 1>, RunTile<W, 2>, RunTile<W, 3>, RunTile<W, 4>,  RunTile<W, 5>,  RunTile<W, 6>,
       RunTile<W, 7>, RunTile<W, 8>, RunTile<W, 9>, RunTile<W, 10>, RunTile<W, 11>, RunTile<W, 12>};
-#elif defined(QUIRE_SIMD_AVX2)
+#elif defined(QUIRE_SIMD_AVX2) || defined(QUIRE_SIMD_NEON)
   static constexpr TileFunction kFor[kMaxTileRows] = {RunTile<W, 1>, RunTile<W, 2>, RunTile<W, 3>,
                                                       RunTile<W, 4>, RunTile<W, 5>, RunTile<W, 6>};
 #else
@@ -234,7 +235,8 @@ struct TileFunctions {
 #if defined(QUIRE_SIMD_AVX2)
 constexpr int64_t kLeastRowsInLanes = 13;
 #else
-constexpr int64_t kLeastRowsInLanes = kLanes + 1;  // none: the registers are many, or narrow
+constexpr int64_t kLeastRowsInLanes = kLanes + 1;  // none: the registers are many, or narrow, or
+                                                   // it was not measured (NEON)
 #endif
 constexpr int64_t kLaneBlockFloats = kMaxInputBlock * kLanes;  // of x
 constexpr int64_t kLaneSums = kOutputBlock * kLanes;

@@ -253,7 +253,7 @@ struct CodesFunctions {
       RunCodes<Codes, 1>, RunCodes<Codes, 2>,  RunCodes<Codes, 3>,  RunCodes<Codes, 4>,
       RunCodes<Codes, 5>, RunCodes<Codes, 6>,  RunCodes<Codes, 7>,  RunCodes<Codes, 8>,
       RunCodes<Codes, 9>, RunCodes<Codes, 10>, RunCodes<Codes, 11>, RunCodes<Codes, 12>};
-#elif defined(QUIRE_SIMD_AVX2)
+#elif defined(QUIRE_SIMD_AVX2) || defined(QUIRE_SIMD_NEON)
   static constexpr CodesFunction kFor[kMaxTileRows] = {RunCodes<Codes, 1>, RunCodes<Codes, 2>,
                                                        RunCodes<Codes, 3>, RunCodes<Codes, 4>,
                                                        RunCodes<Codes, 5>, RunCodes<Codes, 6>};

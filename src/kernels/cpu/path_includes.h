@@ -15,6 +15,8 @@
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <cstddef>

@@ -7,7 +7,9 @@
 namespace quire {
 
 extern const Backend kScalarBackend;
-#if QUIRE_SIMD
+#if QUIRE_SIMD && defined(__aarch64__)
+extern const Backend kNeonBackend;
+#elif QUIRE_SIMD
 extern const Backend kAvx2Backend;
 extern const Backend kAvx512Backend;
 extern const Backend kAvx512VnniBackend;  // the same path; not in builds that emulate AVX-512

@@ -170,6 +170,106 @@ QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) {
           AddPairs(sum.hi, _mm256_abs_epi8(w.hi), _mm256_sign_epi8(four, w.hi))};
 }
 
+#elif defined(QUIRE_SIMD_NEON)
+
+struct VB {
+  uint8x16_t v[4];
+};
+
+QUIRE_INLINE VI SetInts(int32_t x) {
+  const int32x4_t all = vdupq_n_s32(x);
+  return {{all, all, all, all}};
+}
+QUIRE_INLINE VI AddInts(VI a, VI b) { return {QUIRE_QUARTERS2(vaddq_s32, a, b)}; }
+QUIRE_INLINE VI MulInts(VI a, VI b) { return {QUIRE_QUARTERS2(vmulq_s32, a, b)}; }
+template <int kBits>
+QUIRE_INLINE VI ShiftInts(VI a) {
+  return {{vshlq_n_s32(a.v[0], kBits), vshlq_n_s32(a.v[1], kBits), vshlq_n_s32(a.v[2], kBits),
+           vshlq_n_s32(a.v[3], kBits)}};
+}
+QUIRE_INLINE uint8x16_t LoadQuarter(const std::byte* p) {
+  return vld1q_u8(reinterpret_cast<const uint8_t*>(p));
+}
+QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
+  const int8x16_t bytes = vreinterpretq_s8_u8(LoadQuarter(p));
+  const int16x8_t first = vmovl_s8(vget_low_s8(bytes));
+  const int16x8_t last = vmovl_high_s8(bytes);
+  return {{vmovl_s16(vget_low_s16(first)), vmovl_high_s16(first), vmovl_s16(vget_low_s16(last)),
+           vmovl_high_s16(last)}};
+}
+QUIRE_INLINE VI LoadUint8s(const std::byte* p) {
+  const uint8x16_t bytes = LoadQuarter(p);
+  const uint16x8_t first = vmovl_u8(vget_low_u8(bytes));
+  const uint16x8_t last = vmovl_high_u8(bytes);
+  const uint32x4_t words[] = {vmovl_u16(vget_low_u16(first)), vmovl_high_u16(first),
+                              vmovl_u16(vget_low_u16(last)), vmovl_high_u16(last)};
+  return {{vreinterpretq_s32_u32(words[0]), vreinterpretq_s32_u32(words[1]),
+           vreinterpretq_s32_u32(words[2]), vreinterpretq_s32_u32(words[3])}};
+}
+QUIRE_INLINE VB LoadBytes(const std::byte* p) {
+  return {{LoadQuarter(p), LoadQuarter(p + 16), LoadQuarter(p + 32), LoadQuarter(p + 48)}};
+}
+QUIRE_INLINE VI LoadWords(const std::byte* p) {
+  const VB bytes = LoadBytes(p);
+  return {QUIRE_QUARTERS1(vreinterpretq_s32_u8, bytes)};
+}
+QUIRE_INLINE VI AndInts(VI a, int32_t mask) {
+  const VI all = SetInts(mask);
+  return {QUIRE_QUARTERS2(vandq_s32, a, all)};
+}
+QUIRE_INLINE VF BitsAsF32(VI a) { return {QUIRE_QUARTERS1(vreinterpretq_f32_s32, a)}; }
+QUIRE_INLINE VB AndBytes(VB a, int mask) {
+  const uint8x16_t all = vdupq_n_u8(static_cast<uint8_t>(mask));
+  return {
+      {vandq_u8(a.v[0], all), vandq_u8(a.v[1], all), vandq_u8(a.v[2], all), vandq_u8(a.v[3], all)}};
+}
+QUIRE_INLINE VB OrBytes(VB a, VB b) { return {QUIRE_QUARTERS2(vorrq_u8, a, b)}; }
+QUIRE_INLINE VB LookUp(const int8_t* table, VB i) {
+  const uint8x16_t values = vreinterpretq_u8_s8(vld1q_s8(table));
+  return {{vqtbl1q_u8(values, i.v[0]), vqtbl1q_u8(values, i.v[1]), vqtbl1q_u8(values, i.v[2]),
+           vqtbl1q_u8(values, i.v[3])}};
+}
+template <int kCount>
+QUIRE_INLINE VB ShiftRight(VB a) {
+  if constexpr (kCount == 0) {  // which the instruction has not
+    return a;
+  } else {
+    return {{vshrq_n_u8(a.v[0], kCount), vshrq_n_u8(a.v[1], kCount), vshrq_n_u8(a.v[2], kCount),
+             vshrq_n_u8(a.v[3], kCount)}};
+  }
+}
+template <int kCount>
+QUIRE_INLINE VB ShiftLeft(VB a) {
+  return {{vshlq_n_u8(a.v[0], kCount), vshlq_n_u8(a.v[1], kCount), vshlq_n_u8(a.v[2], kCount),
+           vshlq_n_u8(a.v[3], kCount)}};
+}
+QUIRE_INLINE void StoreInt8s(int8_t* p, VF v) {
+  const int8x8_t first = vmovn_s16(NearestI16(v.v[0], v.v[1]));
+  vst1q_s8(p, vmovn_high_s16(first, NearestI16(v.v[2], v.v[3])));
+}
+QUIRE_INLINE int8x16_t FourOfRow(const int8_t* x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, sizeof(four));
+  return vreinterpretq_s8_s32(vdupq_n_s32(four));
+}
+// Two products of a weight of at least -128 and a row's code of at least -127 fit into int16.
+QUIRE_INLINE int32x4_t AddFours(int32x4_t sum, uint8x16_t w, int8x16_t x) {
+  const int8x16_t weights = vreinterpretq_s8_u8(w);
+  const int16x8_t first = vmull_s8(vget_low_s8(weights), vget_low_s8(x));
+  const int16x8_t last = vmull_high_s8(weights, x);
+  return vpadalq_s16(sum, vpaddq_s16(first, last));
+}
+using SignedCodes = VB;
+constexpr int kRaisedBits = 0;
+QUIRE_INLINE SignedCodes MakeSigned(VB w) { return w; }
+QUIRE_INLINE VI DotSigned(VI sum, SignedCodes w, const int8_t* x) {
+  const int8x16_t four = FourOfRow(x);
+  return {{AddFours(sum.v[0], w.v[0], four), AddFours(sum.v[1], w.v[1], four),
+           AddFours(sum.v[2], w.v[2], four), AddFours(sum.v[3], w.v[3], four)}};
+}
+// Unsigned codes have at most 6 bits.
+QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) { return DotSigned(sum, w, x); }
+
 #else  // QUIRE_SIMD_SCALAR
 
 struct VB {

@@ -2,14 +2,15 @@
 // path's namespace and target region (cpu/avx512.cc and its sisters), never by other headers; hence
 // no include guard, no namespace, no #include here.
 //
-// The including file defines exactly one of QUIRE_SIMD_AVX512, QUIRE_SIMD_AVX2, QUIRE_SIMD_SCALAR,
-// and besides QUIRE_SIMD_AVX512 QUIRE_SIMD_BF16 where the CPU has bfloat16 dot products, or
-// QUIRE_SIMD_TILES where bfloat16 is summed as the tile unit does (tile_unit-inl.h);
+// The including file defines exactly one of QUIRE_SIMD_AVX512, QUIRE_SIMD_AVX2, QUIRE_SIMD_NEON,
+// QUIRE_SIMD_SCALAR, and besides QUIRE_SIMD_AVX512 QUIRE_SIMD_BF16 where the CPU has bfloat16 dot
+// products, or QUIRE_SIMD_TILES where bfloat16 is summed as the tile unit does (tile_unit-inl.h);
 // QUIRE_SIMD_VNNI where it has dot products of integers, which change no bit.
 //
-// Every operation gives the same bits on every path (the caller has MXCSR at its default,
-// base/float_environment.h), except DotPair with QUIRE_SIMD_BF16. That is why reductions have a
-// fixed tree and why Max has x86's rule for NaN.
+// Every operation gives the same bits on every path (the caller has MXCSR or FPCR at its default,
+// base/float_environment.h), except DotPair with QUIRE_SIMD_BF16, and except the sign and payload
+// of a NaN, which is a NaN on all. That is why reductions have a fixed tree and why Max has x86's
+// rule for NaN.
 
 #define QUIRE_INLINE static inline __attribute__((always_inline))
 
@@ -215,6 +216,146 @@ QUIRE_INLINE float ReduceMax(VF v) {
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 
+#elif defined(QUIRE_SIMD_NEON)
+
+struct VF {
+  float32x4_t v[4];
+};
+struct VMask {
+  uint32x4_t v[4];  // all ones or all zeros per lane
+};
+
+// f of each quarter of one, two or three vectors.
+#define QUIRE_QUARTERS1(f, a) \
+  { f((a).v[0]), f((a).v[1]), f((a).v[2]), f((a).v[3]) }
+#define QUIRE_QUARTERS2(f, a, b) \
+  { f((a).v[0], (b).v[0]), f((a).v[1], (b).v[1]), f((a).v[2], (b).v[2]), f((a).v[3], (b).v[3]) }
+#define QUIRE_QUARTERS3(f, a, b, c)                                      \
+  {                                                                      \
+    f((a).v[0], (b).v[0], (c).v[0]), f((a).v[1], (b).v[1], (c).v[1]),    \
+        f((a).v[2], (b).v[2], (c).v[2]), f((a).v[3], (b).v[3], (c).v[3]) \
+  }
+
+QUIRE_INLINE VF Set1(float x) {
+  const float32x4_t all = vdupq_n_f32(x);
+  return {{all, all, all, all}};
+}
+QUIRE_INLINE VF Zero() { return Set1(0.0F); }
+QUIRE_INLINE VF Load(const float* p) {
+  return {{vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}};
+}
+QUIRE_INLINE void Store(float* p, VF v) {
+  vst1q_f32(p, v.v[0]);
+  vst1q_f32(p + 4, v.v[1]);
+  vst1q_f32(p + 8, v.v[2]);
+  vst1q_f32(p + 12, v.v[3]);
+}
+QUIRE_INLINE VF Add(VF a, VF b) { return {QUIRE_QUARTERS2(vaddq_f32, a, b)}; }
+QUIRE_INLINE VF Sub(VF a, VF b) { return {QUIRE_QUARTERS2(vsubq_f32, a, b)}; }
+QUIRE_INLINE VF Mul(VF a, VF b) { return {QUIRE_QUARTERS2(vmulq_f32, a, b)}; }
+QUIRE_INLINE VF Div(VF a, VF b) { return {QUIRE_QUARTERS2(vdivq_f32, a, b)}; }
+QUIRE_INLINE VF Fma(VF a, VF b, VF c) { return {QUIRE_QUARTERS3(vfmaq_f32, c, a, b)}; }
+// NEON's own maximum is NaN where either operand is.
+QUIRE_INLINE float32x4_t MaxQuarter(float32x4_t a, float32x4_t b) {
+  return vbslq_f32(vcgtq_f32(a, b), a, b);
+}
+QUIRE_INLINE float32x4_t MinQuarter(float32x4_t a, float32x4_t b) {
+  return vbslq_f32(vcltq_f32(a, b), a, b);
+}
+QUIRE_INLINE VF Max(VF a, VF b) { return {QUIRE_QUARTERS2(MaxQuarter, a, b)}; }
+QUIRE_INLINE VF Min(VF a, VF b) { return {QUIRE_QUARTERS2(MinQuarter, a, b)}; }
+QUIRE_INLINE VF RoundToInt(VF a) { return {QUIRE_QUARTERS1(vrndnq_f32, a)}; }
+QUIRE_INLINE float32x4_t ScaleQuarter(float32x4_t a, float32x4_t n) {
+  const int32x4_t exponent = vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127));
+  return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23)));
+}
+QUIRE_INLINE VF Scale2(VF a, VF n) { return {QUIRE_QUARTERS2(ScaleQuarter, a, n)}; }
+QUIRE_INLINE uint32x4_t MaskRange4(int lo, int hi) {
+  const int32x4_t i =
+      vcombine_s32(vcreate_s32(0x0000000100000000U), vcreate_s32(0x0000000300000002U));
+  return vandq_u32(vcgeq_s32(i, vdupq_n_s32(lo)), vcltq_s32(i, vdupq_n_s32(hi)));
+}
+QUIRE_INLINE VMask MaskRange(int lo, int hi) {
+  return {{MaskRange4(lo, hi), MaskRange4(lo - 4, hi - 4), MaskRange4(lo - 8, hi - 8),
+           MaskRange4(lo - 12, hi - 12)}};
+}
+QUIRE_INLINE uint32x4_t MaskOf4(uint32_t lanes) {
+  const uint32x4_t bits =
+      vcombine_u32(vcreate_u32(0x0000000200000001U), vcreate_u32(0x0000000800000004U));
+  return vtstq_u32(vdupq_n_u32(lanes), bits);
+}
+QUIRE_INLINE VMask MaskOf(uint32_t lanes) {
+  return {{MaskOf4(lanes), MaskOf4(lanes >> 4), MaskOf4(lanes >> 8), MaskOf4(lanes >> 12)}};
+}
+QUIRE_INLINE uint32x4_t NotLessQuarter(float32x4_t a, float32x4_t b) {
+  return vmvnq_u32(vcltq_f32(a, b));
+}
+QUIRE_INLINE VMask NotLess(VF a, VF b) { return {QUIRE_QUARTERS2(NotLessQuarter, a, b)}; }
+QUIRE_INLINE float32x4_t KeepQuarter(uint32x4_t m, float32x4_t a) {
+  return vreinterpretq_f32_u32(vandq_u32(m, vreinterpretq_u32_f32(a)));
+}
+QUIRE_INLINE VF KeepIf(VMask m, VF a) { return {QUIRE_QUARTERS2(KeepQuarter, m, a)}; }
+QUIRE_INLINE VF Select(VMask m, VF a, VF b) { return {QUIRE_QUARTERS3(vbslq_f32, m, a, b)}; }
+// Eight numbers of 16 bits in the upper halves of words.
+QUIRE_INLINE float32x4_t FirstAsHigh(uint16x8_t bits) {
+  return vreinterpretq_f32_u16(vzip1q_u16(vdupq_n_u16(0), bits));
+}
+QUIRE_INLINE float32x4_t LastAsHigh(uint16x8_t bits) {
+  return vreinterpretq_f32_u16(vzip2q_u16(vdupq_n_u16(0), bits));
+}
+QUIRE_INLINE VF AsHigh(uint16x8_t first, uint16x8_t last) {
+  return {{FirstAsHigh(first), LastAsHigh(first), FirstAsHigh(last), LastAsHigh(last)}};
+}
+QUIRE_INLINE VF LoadBits16AsHigh(const uint16_t* p) {
+  return AsHigh(vld1q_u16(p), vld1q_u16(p + 8));
+}
+QUIRE_INLINE VF WidenF16(uint16x8_t first, uint16x8_t last) {
+  const float16x8_t a = vreinterpretq_f16_u16(first);
+  const float16x8_t b = vreinterpretq_f16_u16(last);
+  return {{vcvt_f32_f16(vget_low_f16(a)), vcvt_high_f32_f16(a), vcvt_f32_f16(vget_low_f16(b)),
+           vcvt_high_f32_f16(b)}};
+}
+QUIRE_INLINE VF LoadF16(const uint16_t* p) { return WidenF16(vld1q_u16(p), vld1q_u16(p + 8)); }
+QUIRE_INLINE void StoreF16(uint16_t* p, VF v) {
+  const float16x8_t first = vcvt_high_f16_f32(vcvt_f16_f32(v.v[0]), v.v[1]);
+  const float16x8_t last = vcvt_high_f16_f32(vcvt_f16_f32(v.v[2]), v.v[3]);
+  vst1q_u16(p, vreinterpretq_u16_f16(first));
+  vst1q_u16(p + 8, vreinterpretq_u16_f16(last));
+}
+QUIRE_INLINE uint32x4_t RoundUpperHalves(uint32x4_t u) {
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(u, 16), vdupq_n_u32(1));
+  return vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+}
+QUIRE_INLINE float32x4_t RoundNumbersOfQuarter(float32x4_t v) {
+  const uint32x4_t r = RoundUpperHalves(vreinterpretq_u32_f32(v));
+  return vreinterpretq_f32_u32(vandq_u32(r, vdupq_n_u32(0xffff0000U)));
+}
+QUIRE_INLINE float32x4_t RoundQuarter(float32x4_t v) {
+  const uint32x4_t u = vreinterpretq_u32_f32(v);
+  const uint32x4_t quiet = vorrq_u32(u, vdupq_n_u32(0x00400000));
+  const uint32x4_t r = vbslq_u32(vceqq_f32(v, v), RoundUpperHalves(u), quiet);
+  return vreinterpretq_f32_u32(vandq_u32(r, vdupq_n_u32(0xffff0000U)));
+}
+QUIRE_INLINE VF RoundToBF16(VF v) { return {QUIRE_QUARTERS1(RoundQuarter, v)}; }
+QUIRE_INLINE VF RoundNumberToBF16(VF v) { return {QUIRE_QUARTERS1(RoundNumbersOfQuarter, v)}; }
+QUIRE_INLINE uint16x8_t HighHalves(float32x4_t first, float32x4_t last) {
+  return vuzp2q_u16(vreinterpretq_u16_f32(first), vreinterpretq_u16_f32(last));
+}
+QUIRE_INLINE void StoreBF16Exact(uint16_t* p, VF v) {
+  vst1q_u16(p, HighHalves(v.v[0], v.v[1]));
+  vst1q_u16(p + 8, HighHalves(v.v[2], v.v[3]));
+}
+QUIRE_INLINE float ReduceAdd(VF v) {
+  const float32x4_t b = vaddq_f32(vaddq_f32(v.v[0], v.v[2]), vaddq_f32(v.v[1], v.v[3]));
+  const float32x2_t c = vadd_f32(vget_low_f32(b), vget_high_f32(b));
+  return vget_lane_f32(c, 0) + vget_lane_f32(c, 1);
+}
+QUIRE_INLINE float ReduceMax(VF v) {
+  const float32x4_t b = MaxQuarter(MaxQuarter(v.v[0], v.v[2]), MaxQuarter(v.v[1], v.v[3]));
+  const float32x4_t c = MaxQuarter(b, vextq_f32(b, b, 2));
+  return vgetq_lane_f32(MaxQuarter(c, vextq_f32(c, c, 1)), 0);
+}
+
 #else  // QUIRE_SIMD_SCALAR
 
 struct VF {
@@ -342,6 +483,12 @@ QUIRE_INLINE VPair LoadPair(const uint16_t* p) {
           {_mm256_castsi256_ps(_mm256_and_si256(a, high)),
            _mm256_castsi256_ps(_mm256_and_si256(b, high))}};
 }
+#elif defined(QUIRE_SIMD_NEON)
+QUIRE_INLINE VPair LoadPair(const uint16_t* p) {
+  const uint16x8x2_t first = vld2q_u16(p);  // the even ones, the odd ones
+  const uint16x8x2_t last = vld2q_u16(p + 16);
+  return {AsHigh(first.val[0], last.val[0]), AsHigh(first.val[1], last.val[1])};
+}
 #else
 QUIRE_INLINE VPair LoadPair(const uint16_t* p) {
   VPair r;
@@ -403,6 +550,34 @@ QUIRE_INLINE void SplitF8Small(const uint8_t* p, VF* even, VF* odd) {
   const __m256i u = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   *even = F8ToSmall(_mm256_slli_epi16(u, 8));
   *odd = F8ToSmall(u);
+}
+
+#elif defined(QUIRE_SIMD_NEON)
+
+QUIRE_INLINE VF I8ToF32(int8x16_t codes) {
+  const int16x8_t first = vmovl_s8(vget_low_s8(codes));
+  const int16x8_t last = vmovl_high_s8(codes);
+  return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(first))), vcvtq_f32_s32(vmovl_high_s16(first)),
+           vcvtq_f32_s32(vmovl_s16(vget_low_s16(last))), vcvtq_f32_s32(vmovl_high_s16(last))}};
+}
+QUIRE_INLINE void SplitI8(const uint8_t* p, VF* even, VF* odd) {
+  const uint8x16x2_t codes = vld2q_u8(p);
+  *even = I8ToF32(vreinterpretq_s8_u8(codes.val[0]));
+  *odd = I8ToF32(vreinterpretq_s8_u8(codes.val[1]));
+}
+// The code's exponent and fraction, put where float16 has them, are the number times 2^-8.
+QUIRE_INLINE uint16x8_t F8AsF16(uint8x16_t high) {  // codes in the high bytes
+  const int16x8_t moved = vshrq_n_s16(vreinterpretq_s16_u8(high), 1);
+  return vandq_u16(vreinterpretq_u16_s16(moved), vdupq_n_u16(0xbf80));
+}
+QUIRE_INLINE VF F8ToSmall(uint8x16_t codes) {
+  const uint8x16_t zero = vdupq_n_u8(0);
+  return WidenF16(F8AsF16(vzip1q_u8(zero, codes)), F8AsF16(vzip2q_u8(zero, codes)));
+}
+QUIRE_INLINE void SplitF8Small(const uint8_t* p, VF* even, VF* odd) {
+  const uint8x16x2_t codes = vld2q_u8(p);
+  *even = F8ToSmall(codes.val[0]);
+  *odd = F8ToSmall(codes.val[1]);
 }
 
 #else
@@ -512,6 +687,57 @@ QUIRE_INLINE void StoreI16(int16_t* p, VF v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(both, 0xD8));
 }
 
+#elif defined(QUIRE_SIMD_NEON)
+
+struct VI {
+  int32x4_t v[4];
+};
+struct VI16 {
+  int16x8_t even[2], odd[2];  // the first and the second number of each lane
+};
+QUIRE_INLINE VI LoadSums(const float* p) {
+  const VF bits = Load(p);
+  return {QUIRE_QUARTERS1(vreinterpretq_s32_f32, bits)};
+}
+QUIRE_INLINE void StoreSums(float* p, VI v) {
+  Store(p, {QUIRE_QUARTERS1(vreinterpretq_f32_s32, v)});
+}
+QUIRE_INLINE VI NoSums() {
+  const int32x4_t none = vdupq_n_s32(0);
+  return {{none, none, none, none}};
+}
+QUIRE_INLINE VF SumsToF32(VI v) { return {QUIRE_QUARTERS1(vcvtq_f32_s32, v)}; }
+QUIRE_INLINE VI16 WidenI8(const uint8_t* p) {
+  const uint8x16x2_t codes = vld2q_u8(p);
+  const int8x16_t even = vreinterpretq_s8_u8(codes.val[0]);
+  const int8x16_t odd = vreinterpretq_s8_u8(codes.val[1]);
+  return {{vmovl_s8(vget_low_s8(even)), vmovl_high_s8(even)},
+          {vmovl_s8(vget_low_s8(odd)), vmovl_high_s8(odd)}};
+}
+// sum + v * w for the lower (upper) four of eight.
+QUIRE_INLINE int32x4_t AddLow(int32x4_t sum, int16x8_t v, int16_t w) {
+  return vmlal_n_s16(sum, vget_low_s16(v), w);
+}
+QUIRE_INLINE int32x4_t AddHigh(int32x4_t sum, int16x8_t v, int16_t w) {
+  return vmlal_high_n_s16(sum, v, w);
+}
+QUIRE_INLINE VI DotI16(VI acc, VI16 v, uint32_t w) {
+  const auto even = static_cast<int16_t>(w & 0xffff);
+  const auto odd = static_cast<int16_t>(w >> 16);
+  return {{AddLow(AddLow(acc.v[0], v.even[0], even), v.odd[0], odd),
+           AddHigh(AddHigh(acc.v[1], v.even[0], even), v.odd[0], odd),
+           AddLow(AddLow(acc.v[2], v.even[1], even), v.odd[1], odd),
+           AddHigh(AddHigh(acc.v[3], v.even[1], even), v.odd[1], odd)}};
+}
+// Nearest integers, ties to even. REQUIRES: they are int16.
+QUIRE_INLINE int16x8_t NearestI16(float32x4_t first, float32x4_t last) {
+  return vmovn_high_s32(vmovn_s32(vcvtnq_s32_f32(first)), vcvtnq_s32_f32(last));
+}
+QUIRE_INLINE void StoreI16(int16_t* p, VF v) {
+  vst1q_s16(p, NearestI16(v.v[0], v.v[1]));
+  vst1q_s16(p + 8, NearestI16(v.v[2], v.v[3]));
+}
+
 #else
 
 struct VI {
@@ -600,18 +826,24 @@ QUIRE_INLINE void StoreBF16ForDots(uint16_t* p, VF v) { StoreBF16(p, v); }
 #endif
 
 #if defined(QUIRE_SIMD_SCALAR)
+QUIRE_INLINE void PrefetchL1(const void*) {}
 QUIRE_INLINE void PrefetchL2(const void*) {}
-QUIRE_INLINE void PrefetchStream(const void*, bool) {}
+#elif defined(QUIRE_SIMD_NEON)
+QUIRE_INLINE void PrefetchL1(const void* p) { __builtin_prefetch(p, 0, 3); }
+QUIRE_INLINE void PrefetchL2(const void* p) { __builtin_prefetch(p, 0, 2); }
 #else
+QUIRE_INLINE void PrefetchL1(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
 QUIRE_INLINE void PrefetchL2(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
 }
+#endif
 // As StreamPrefetch says.
 QUIRE_INLINE void PrefetchStream(const void* p, bool into_l1) {
   if (into_l1) {
-    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+    PrefetchL1(p);
   } else {
-    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+    PrefetchL2(p);
   }
 }
-#endif

@@ -81,7 +81,8 @@ void SetScales(WeightFormat format, float greatest, std::span<std::byte> rows, P
       rows[block] = static_cast<std::byte>(std::ilogb(scale) + 128);
     }
     if (HasWords(format)) {
-      const uint32_t word = RandomWord(format, part(), part(), greatest);
+      const float scale = part();  // drawn before the other: compilers order arguments as they like
+      const uint32_t word = RandomWord(format, scale, part(), greatest);
       std::memcpy(rows.data() + block, &word, sizeof(word));
     }
     for (const StoredScale& stored : StoredScales(format)) {

@@ -58,7 +58,6 @@ class CacheTransfer final : public TransferCalls, public ReceivingPart, public S
 
   // ---- SendingPart, for the sender of a composite state.
   std::vector<TransferLayer> send_layers() override { return rows_.send_layers(); }
-  int64_t send_bytes() const override { return rows_.send_bytes(); }
   void SetSender(TransferSender* sender, int64_t first_layer) noexcept override {
     rows_.SetSender(sender, first_layer);
   }

@@ -16,13 +16,6 @@ std::vector<TransferLayer> KVSender::send_layers() {
   return layers;
 }
 
-int64_t KVSender::send_bytes() const {
-  int64_t bytes = 0;
-  for (const AttentionLayerSpec& spec : kv_.options.layers)
-    bytes = std::max(bytes, LayerBytes(spec, SendMarks::kRowsMax));
-  return bytes;
-}
-
 const Sequence& KVSender::SequenceOf(int64_t seq_id) const {
   const int32_t index = kv_.control.table().Find(seq_id);
   QUIRE_CHECK(index != SequenceTable::kAbsent) << "sequence " << seq_id << " went before its mark";
@@ -84,22 +77,24 @@ void KVSender::SendRows(SendMark* mark, const Sequence& sequence, int64_t layer,
   });
 }
 
-Result<LayerKV> KVSender::Read(const Sequence& sequence, int64_t layer, int64_t begin,
-                               int64_t end) {
+Result<TransferSender::ReadLayer> KVSender::Read(const Sequence& sequence, int64_t layer,
+                                                 int64_t begin, int64_t end) {
   const size_t l = static_cast<size_t>(layer);
   const int group = kv_.layer_groups[l];
   // Tokens that only another sequence still saw may be gone since the mark was made.
   QUIRE_RETURN_IF_ERROR(kv_.CheckHeld("the mark", sequence, group, begin, end));
   const auto slots = sender_->rows_slots().first(static_cast<size_t>(end - begin));
   kv_.FillSlots(sequence.last, group, begin, slots);
-  const LayerKV rows = LayerRowsIn(sender_->rows_memory(), kv_.options.layers[l], end - begin);
+  const AttentionLayerSpec& spec = kv_.options.layers[l];
+  const auto memory = sender_->TakeMemory(LayerBytes(spec, end - begin));
+  const LayerKV rows = LayerRowsIn(memory.get(), spec, end - begin);
   ReadRows(kv_.storage->layer(layer), slots,
            {.k = rows.k.data(),
             .v = rows.v.data(),
             .k_scale = rows.k_scale.data_as<float>(),
             .v_scale = rows.v_scale.data_as<float>()},
            *kv_.options.runner);
-  return rows;
+  return TransferSender::ReadLayer{.rows = rows, .memory = memory};
 }
 
 }  // namespace quire

@@ -20,7 +20,6 @@ class KVSender final : public SendingPart {
 
   // ---- SendingPart.
   std::vector<TransferLayer> send_layers() override;
-  int64_t send_bytes() const override;
   void SetSender(TransferSender* sender, int64_t first_layer) noexcept override {
     sender_ = sender == nullptr ? &own_ : sender;
     first_layer_ = first_layer;
@@ -65,7 +64,8 @@ class KVSender final : public SendingPart {
   const Sequence& SequenceOf(int64_t seq_id) const;
   void SendMembers(int64_t layer, const ForwardPlan& plan) noexcept;
   void SendRows(SendMark* mark, const Sequence& sequence, int64_t layer, int64_t end) noexcept;
-  Result<LayerKV> Read(const Sequence& sequence, int64_t layer, int64_t begin, int64_t end);
+  Result<TransferSender::ReadLayer> Read(const Sequence& sequence, int64_t layer, int64_t begin,
+                                         int64_t end);
 
   const PagedSequences& kv_;
   TransferSender& own_;

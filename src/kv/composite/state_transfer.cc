@@ -43,7 +43,7 @@ StateTransfer::StateTransfer(const CompositeState::Parts& parts,
   layout_ = Hash64(text);
 }
 
-int64_t StateTransfer::send_bytes() const {
+int64_t StateTransfer::largest_bytes() const {
   int64_t bytes = 0;
   for (const TransferredState& state : states_) bytes = std::max(bytes, state.bytes());
   return bytes;
@@ -78,7 +78,7 @@ Result<ReservePlan> StateTransfer::PlanReserve(const char* call, int64_t seq_id,
   QUIRE_DCHECK(!import_.has_value()) << "a commit is planned";
   QUIRE_ASSIGN_OR_RETURN(const int64_t length, parts_.recurrent.front()->GetSequenceLength(seq_id));
   QUIRE_RETURN_IF_ERROR(CheckReceiveCount(call, seq_id, length, count));
-  const std::vector<std::byte> zeros(static_cast<size_t>(send_bytes()));
+  const std::vector<std::byte> zeros(static_cast<size_t>(largest_bytes()));
   PlannedParts tried(planned_);
   QUIRE_RETURN_IF_ERROR(
       PlanImport(tried, seq_id, length + count, [&](size_t) { return zeros.data(); }));
@@ -113,11 +113,11 @@ int64_t StateTransfer::SendableLength(int64_t seq_id) const {
 Status StateTransfer::Send(SendMark* mark, int64_t /*begin*/, int64_t end) {
   QUIRE_CHECK(sender_ != nullptr) << "no sender has marked what is sent";
   if (!sender_->IsStored(*mark, end - 1)) return Status();
-  std::byte* const memory = sender_->rows_memory();
   for (size_t i = 0; i < states_.size(); ++i) {
     const TransferredState& state = states_[i];
+    const auto memory = sender_->TakeMemory(state.bytes());
     const Status status = parts_.recurrent[state.part]->ExportState(state.index, mark->seq_id, end,
-                                                                    state.StateIn(memory));
+                                                                    state.StateIn(memory.get()));
     if (status.code() == StatusCode::kNeedsReplay) {
       return Status(status.code(), OfSequence("the mark", mark->seq_id) + "went past position " +
                                        std::to_string(end) +
@@ -126,7 +126,8 @@ Status StateTransfer::Send(SendMark* mark, int64_t /*begin*/, int64_t end) {
     }
     QUIRE_RETURN_IF_ERROR(status);
     const int64_t layer = first_layer_ + static_cast<int64_t>(i);
-    QUIRE_RETURN_IF_ERROR(sender_->Give(mark, layer, end - 1, state.RowIn(memory)));
+    QUIRE_RETURN_IF_ERROR(
+        sender_->Give(mark, layer, end - 1, {.rows = state.RowIn(memory.get()), .memory = memory}));
   }
   return Status();
 }

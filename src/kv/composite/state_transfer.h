@@ -52,7 +52,6 @@ class StateTransfer final : public ReceivingPart, public SendingPart {
 
   // ---- SendingPart.
   std::vector<TransferLayer> send_layers() override { return receive_layers(); }
-  int64_t send_bytes() const override;
   void SetSender(TransferSender* sender, int64_t first_layer) noexcept override {
     sender_ = sender;
     first_layer_ = first_layer;
@@ -69,6 +68,7 @@ class StateTransfer final : public ReceivingPart, public SendingPart {
   Status Send(SendMark* mark, int64_t begin, int64_t end) override;
 
  private:
+  int64_t largest_bytes() const;  // of a state
   // state_in(i): where the i'th state is.
   template <typename F>
   Status PlanImport(PlannedParts& parts, int64_t seq_id, int64_t position, F&& state_in) const;

@@ -136,7 +136,7 @@ class KVModel final : public AttentionKVCache, public KVTransfer {
   Status DisaggCancelRecv(uint64_t epoch) override;
   Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) override;
   Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part, const ReceiveView& view,
-               uint32_t digest) override;
+               std::optional<uint32_t> digest) override;
   Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) override;
   Status FailReceive(uint64_t epoch, const Status& why) override;
   Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const override;

@@ -342,7 +342,7 @@ Result<ReceiveView> PendingReceives::View(uint64_t epoch, int64_t layer, const R
 }
 
 Status PendingReceives::Store(uint64_t epoch, int64_t layer, const ReceivePart& part,
-                              const ReceiveView& view, uint32_t digest) {
+                              const ReceiveView& view, std::optional<uint32_t> digest) {
   {
     const std::lock_guard lock(mutex_);
     QUIRE_RETURN_IF_ERROR(FindPart("Store", epoch, layer, part).status());
@@ -353,7 +353,8 @@ Status PendingReceives::Store(uint64_t epoch, int64_t layer, const ReceivePart& 
                   "returns them");
   }
   // The caller's memory until it is stored: several senders' parts are verified at a time.
-  const uint32_t found = DigestOfHeads(view.rows, 0, part.head_count);
+  std::optional<uint32_t> found;
+  if (digest.has_value()) found = DigestOfHeads(view.rows, 0, part.head_count);
   const std::lock_guard lock(mutex_);
   QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("Store", epoch, layer, part));
   if (found != digest) {
@@ -361,7 +362,7 @@ Status PendingReceives::Store(uint64_t epoch, int64_t layer, const ReceivePart& 
                          "Store: tokens [" + std::to_string(part.first_row) + ", " +
                              std::to_string(part.first_row + part.count) + ") of layer " +
                              std::to_string(layer) + " of " + Name(epoch) + " have the digest " +
-                             std::to_string(found) + ", not " + std::to_string(digest) +
+                             std::to_string(*found) + ", not " + std::to_string(*digest) +
                              "; send them again, or cancel and compute them here");
     if (receive->failure.ok()) receive->failure = corrupt;
     changed_.notify_all();

@@ -29,6 +29,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -118,7 +119,7 @@ class PendingReceives {
 
   Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part);
   Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part, const ReceiveView& view,
-               uint32_t digest);
+               std::optional<uint32_t> digest);
   Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part);
   Status SetStagingLimit(int64_t bytes);
   StagingUse staging() const { return staging_->use(); }

@@ -133,12 +133,9 @@ Result<SendProgress> SendMarks::Progress(const char* call, int64_t seq_id) const
 
 // ---------------------------------------------------------------------- what the sink is told
 
-void SendMarks::Reserve(int64_t rows_bytes) {
+void SendMarks::Reserve() {
   ReserveGrowing(marks_, marks_.size() + 1);
   slots_.resize(static_cast<size_t>(kRowsMax));
-  if (memory_bytes_ >= rows_bytes) return;
-  memory_.reset(new std::byte[static_cast<size_t>(rows_bytes)]);
-  memory_bytes_ = rows_bytes;
 }
 
 void SendMarks::Put(std::unique_ptr<SendMark> mark) noexcept {

@@ -17,6 +17,7 @@
 #include <span>
 #include <vector>
 
+#include "base/spare_memory.h"
 #include "kernels/backend.h"
 #include "kv/transfer/slot_runs.h"
 #include "quire/kv_transfer.h"
@@ -45,7 +46,7 @@ struct SendMark {
       0;  // the open forward, or the fence, has given the sink what is before it; 0: none
   Status failure;
 
-  // What a mark sends, memory for it: planned once, so that sending allocates nothing here.
+  // What a sink is told, planned once: only the rows' own memory is allocated as they are sent.
   std::vector<SendRange> ranges;
   std::vector<SendRecord> records;
   std::vector<int64_t> remote_slots;  // [target][row], of one piece
@@ -114,8 +115,8 @@ class SendMarks {
   // Ends the mark; its receivers are not told. The rows that were sent, or the mark's failure.
   Result<int64_t> Detach(const char* call, int64_t seq_id);
   Result<SendProgress> Progress(const char* call, int64_t seq_id) const;
-  // Makes Put succeed, and rows_memory of that size. May throw std::bad_alloc.
-  void Reserve(int64_t rows_bytes);
+  // Makes Put succeed. May throw std::bad_alloc.
+  void Reserve();
   // Replaces the sequence's mark, if it has one. Receivers that both marks have are not told.
   void Put(std::unique_ptr<SendMark> mark) noexcept;
   // The mark, if there is one, goes; the sink hears of it.
@@ -128,8 +129,11 @@ class SendMarks {
   void Finish(SendMark* mark, Outcome outcome, int64_t SendMark::*reached,
               int64_t first_row) noexcept;
 
-  // Scratch of sending, for kRowsMax tokens of any layer.
-  std::byte* rows_memory() const { return memory_.get(); }
+  // Memory for what is read and given at once, which a sink may hold. May throw std::bad_alloc.
+  std::shared_ptr<std::byte[]> TakeMemory(int64_t bytes) {
+    return SharedSpareMemory::Take(memory_, bytes);
+  }
+  // Scratch, for kRowsMax tokens.
   std::span<AppendTarget> rows_slots() { return slots_; }
 
  private:
@@ -141,9 +145,12 @@ class SendMarks {
   }
   void Drop(int64_t seq_id) noexcept;
 
+  // That no sink holds: as much as the window of a connection lets be on its way.
+  static constexpr int64_t kSpareBytesMax = int64_t{64} << 20;
+
   std::shared_ptr<LayerSink> sink_;
-  std::unique_ptr<std::byte[]> memory_;
-  int64_t memory_bytes_ = 0;
+  const std::shared_ptr<SharedSpareMemory> memory_ =
+      std::make_shared<SharedSpareMemory>(kSpareBytesMax);
   std::vector<AppendTarget> slots_;
   std::vector<std::unique_ptr<SendMark>> marks_;  // by seq_id
 };

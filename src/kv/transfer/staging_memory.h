@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 
+#include "base/spare_memory.h"
 #include "quire/kv_transfer.h"
 #include "quire/status.h"
 
@@ -21,15 +22,22 @@ class StagingMemory {
   // there. TooLarge: more than the limit; Full: more than is left of it. May throw std::bad_alloc.
   static Result<std::shared_ptr<std::byte[]>> Take(const std::shared_ptr<StagingMemory>& from,
                                                    int64_t bytes);
-  // What is held beyond it stays held.
+  // What parts hold beyond it they go on holding.
   void SetLimit(int64_t bytes);
   StagingUse use() const;
 
  private:
-  void GiveBack(int64_t bytes) noexcept;
+  // Memory that was used before; null: none of that size.
+  Result<std::unique_ptr<std::byte[]>> TakeLocked(int64_t bytes);
+  void GiveBack(std::unique_ptr<std::byte[]> memory, int64_t bytes) noexcept;
+  void ShrinkSpareLocked() noexcept;
+
+  // That no part has: the parts that come are of a few sizes.
+  static constexpr int64_t kSpareBytesMax = int64_t{8} << 20;
 
   mutable std::mutex mutex_;
   StagingUse use_;
+  SpareMemory spare_{kSpareBytesMax};  // with what is held no more than the limit
 };
 
 }  // namespace quire

@@ -50,7 +50,7 @@ Result<ReceiveView> TransferCalls::View(uint64_t epoch, int64_t layer, const Rec
 }
 
 Status TransferCalls::Store(uint64_t epoch, int64_t layer, const ReceivePart& part,
-                            const ReceiveView& view, uint32_t digest) {
+                            const ReceiveView& view, std::optional<uint32_t> digest) {
   return GuardEntry([&] { return receiver_.receives().Store(epoch, layer, part, view, digest); });
 }
 

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <type_traits>
 
@@ -31,7 +32,7 @@ class TransferCalls : public KVTransfer {
 
   Result<ReceiveView> View(uint64_t epoch, int64_t layer, const ReceivePart& part) final;
   Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part, const ReceiveView& view,
-               uint32_t digest) final;
+               std::optional<uint32_t> digest) final;
   Status Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) final;
   Status FailReceive(uint64_t epoch, const Status& why) final;
   Result<ReceiveProgress> GetReceiveProgress(uint64_t epoch) const final;

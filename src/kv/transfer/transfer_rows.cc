@@ -1,44 +1,24 @@
 // What both ends of a transfer do with rows and maps: quire/kv_transfer.h.
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
+#include <span>
 
 #include "base/check.h"
 #include "base/checksum.h"
 #include "base/guard.h"
 #include "kv/transfer/slot_runs.h"
 #include "quire/kv_transfer.h"
+#include "tensor/layer_runs.h"
 
 namespace quire {
-namespace {
-
-// The tensors of a layer that there are, in the order of digests.
-template <typename F>
-void ForEachTensor(const LayerKV& kv, F&& f) {
-  for (const TensorView LayerKV::*member :
-       {&LayerKV::k, &LayerKV::v, &LayerKV::k_scale, &LayerKV::v_scale}) {
-    if ((kv.*member).rank() >= 2) f(member);
-  }
-}
-
-std::byte* HeadOf(const TensorView& tensor, int64_t row, int64_t head) {
-  return tensor.data_as<std::byte>() +
-         (row * tensor.stride(0) + head * tensor.stride(1)) * DTypeBytes(tensor.dtype());
-}
-
-size_t HeadBytes(const TensorView& tensor, int64_t heads) {
-  QUIRE_DCHECK(heads >= 0 && heads <= tensor.dim(1));
-  return static_cast<size_t>(heads * tensor.stride(1) * DTypeBytes(tensor.dtype()));
-}
-
-}  // namespace
 
 uint32_t DigestOfHeads(const LayerKV& rows, int64_t first_head, int64_t head_count) {
+  const ReceivePart all{
+      .first_row = 0, .count = rows.k.dim(0), .first_head = first_head, .head_count = head_count};
   uint32_t crc = 0;
-  ForEachTensor(rows, [&](const TensorView LayerKV::*member) {
-    const TensorView& tensor = rows.*member;
-    for (int64_t row = 0; row < tensor.dim(0); ++row)
-      crc = Crc32c(HeadOf(tensor, row, first_head), HeadBytes(tensor, head_count), crc);
-  });
+  ForEachRun(rows, all,
+             [&](std::span<const std::byte> run) { crc = Crc32c(run.data(), run.size(), crc); });
   return crc;
 }
 
@@ -49,8 +29,8 @@ LayerKV RowsOf(const LayerKV& rows, int64_t first, int64_t count) {
     int64_t shape[TensorView::kMaxRank];
     std::ranges::copy(all.shape(), shape);
     shape[0] = count;
-    return TensorView(all.data_as<std::byte>() + first * all.stride(0) * DTypeBytes(all.dtype()),
-                      all.dtype(), std::span<const int64_t>(shape, all.shape().size()));
+    return TensorView(all.data_as<std::byte>() + first * BytesPerRow(all), all.dtype(),
+                      std::span<const int64_t>(shape, all.shape().size()));
   };
   return {.k = part(rows.k),
           .v = part(rows.v),
@@ -62,12 +42,15 @@ void CopyHeads(const LayerKV& from, int64_t from_head, const LayerKV& to, int64_
                int64_t head_count) {
   ForEachTensor(from, [&](const TensorView LayerKV::*member) {
     const TensorView& source = from.*member;
-    QUIRE_DCHECK((to.*member).dim(0) >= source.dim(0)) << "the receiver has other rows";
-    QUIRE_DCHECK((to.*member).dtype() == source.dtype());
-    for (int64_t row = 0; row < source.dim(0); ++row) {
-      std::memcpy(HeadOf(to.*member, row, to_head), HeadOf(source, row, from_head),
-                  HeadBytes(source, head_count));
-    }
+    const TensorView& target = to.*member;
+    QUIRE_DCHECK(target.dim(0) >= source.dim(0)) << "the receiver has other rows";
+    QUIRE_DCHECK(target.dtype() == source.dtype());
+    const int64_t rows = source.dim(0);
+    const int64_t rows_at_once =
+        std::min(RowsPerRun(source, head_count, rows), RowsPerRun(target, head_count, rows));
+    const auto bytes = static_cast<size_t>(rows_at_once * BytesOfHeads(source, head_count));
+    for (int64_t row = 0; row < rows; row += rows_at_once)
+      std::memcpy(HeadAt(target, row, to_head), HeadAt(source, row, from_head), bytes);
   });
 }
 

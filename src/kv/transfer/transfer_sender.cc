@@ -122,14 +122,12 @@ Status TransferSender::Mark(int64_t seq_id, int64_t begin, std::span<const Recei
   QUIRE_ASSIGN_OR_RETURN(auto mark, MakeMark(seq_id, begin, maps, peers, rank, first_row));
   mark->has_rows = has_rows_;
   mark->has_states = has_states_;
-  int64_t bytes = 0;
   for (const Sending& of : parts_) {
-    bytes = std::max(bytes, of.part->send_bytes());
     const int64_t stored = std::min(of.part->SendableLength(seq_id), mark->end);
     if (mark->next < stored)
       QUIRE_RETURN_IF_ERROR(of.part->CheckHeld(kMark, seq_id, mark->next, stored));
   }
-  marks_.Reserve(bytes);
+  marks_.Reserve();
   marks_.Put(std::move(mark));
   return Status();
 }
@@ -171,7 +169,8 @@ bool TransferSender::IsStored(const SendMark& mark, int64_t position) {
   });
 }
 
-Status TransferSender::Give(SendMark* mark, int64_t layer, int64_t begin, const LayerKV& rows) {
+Status TransferSender::Give(SendMark* mark, int64_t layer, int64_t begin, const ReadLayer& from) {
+  const LayerKV& rows = from.rows;
   QUIRE_DCHECK(begin >= mark->begin && begin + rows.k.dim(0) <= mark->end);
   mark->ranges.clear();
   const TransferLayer& of = layers_[static_cast<size_t>(layer)];
@@ -199,6 +198,7 @@ Status TransferSender::Give(SendMark* mark, int64_t layer, int64_t begin, const 
                                 .first_row = begin - mark->begin + offset,
                                 .count = length,
                                 .local = RowsOf(rows, offset, length),
+                                .memory = from.memory,
                                 .local_head = heads.local_head,
                                 .remote_head = heads.remote_head,
                                 .head_count = heads.head_count,
@@ -208,7 +208,10 @@ Status TransferSender::Give(SendMark* mark, int64_t layer, int64_t begin, const 
       row = stop + 1;
     }
   }
-  return mark->ranges.empty() ? Status() : marks_.sink().OnLayerAppended(layer, mark->ranges);
+  if (mark->ranges.empty()) return Status();
+  const Status given = marks_.sink().OnLayerAppended(layer, mark->ranges);
+  mark->ranges.clear();  // the memory is for the next rows, unless the sink holds it
+  return given;
 }
 
 void TransferSender::FinishRows(SendMark* mark, SendMarks::Outcome outcome) noexcept {

@@ -36,7 +36,6 @@ class SendingPart {
  public:
   // All have rows, or all have states.
   virtual std::vector<TransferLayer> send_layers() = 0;
-  virtual int64_t send_bytes() const = 0;  // of what it reads at once: SendMarks::kRowsMax rows
   // Whose marks the part sends from now on, and the number of its first layer there; null: its own.
   virtual void SetSender(TransferSender* sender, int64_t first_layer) noexcept = 0;
 
@@ -104,11 +103,16 @@ class TransferSender {
   void AppendAllFacts(std::vector<int64_t>* facts) const;
 
   // ---- What parts use to send.
-  // Memory for send_bytes, and for slots of kRowsMax rows.
-  std::byte* rows_memory() const { return marks_.rows_memory(); }
+  // Memory for what is given; slots of kRowsMax rows.
+  std::shared_ptr<std::byte[]> TakeMemory(int64_t bytes) { return marks_.TakeMemory(bytes); }
   std::span<AppendTarget> rows_slots() { return marks_.rows_slots(); }
+  // What was read of a layer, in such memory.
+  struct ReadLayer {
+    LayerKV rows;
+    std::shared_ptr<const void> memory;
+  };
   // Sends rows of a layer up to position `end` that were not sent before, kRowsMax at most at once:
-  // read(begin, end) -> Result<LayerKV>. An error ends the mark.
+  // read(begin, end) -> Result<ReadLayer>. An error ends the mark.
   template <typename F>
   void SendRows(SendMark* mark, int64_t layer, int64_t end, F&& read) noexcept {
     if (mark->next >= end) return;
@@ -117,14 +121,14 @@ class TransferSender {
          begin += SendMarks::kRowsMax) {
       const int64_t piece_end = std::min(end, begin + SendMarks::kRowsMax);
       mark->failure = GuardEntry([&]() -> Status {
-        QUIRE_ASSIGN_OR_RETURN(const LayerKV rows, read(begin, piece_end));
-        return Give(mark, layer, begin, rows);
+        QUIRE_ASSIGN_OR_RETURN(const ReadLayer from, read(begin, piece_end));
+        return Give(mark, layer, begin, from);
       });
     }
   }
   // Gives the sink rows of positions from `begin` on, kRowsMax at most, but for those that a
   // receiver does not store.
-  Status Give(SendMark* mark, int64_t layer, int64_t begin, const LayerKV& rows);
+  Status Give(SendMark* mark, int64_t layer, int64_t begin, const ReadLayer& from);
   // Whether any receiver of the mark stores the token at this position.
   static bool IsStored(const SendMark& mark, int64_t position);
 

@@ -272,6 +272,18 @@ void AddAnyLayer(const TestModel& model, const nlohmann::json& config, int64_t i
 
 }  // namespace
 
+TestModel LongRopeModel(int64_t original_length) {
+  TestModel model;
+  std::vector<double> factors(static_cast<size_t>(model.head_dim / 2));
+  std::iota(factors.begin(), factors.end(), 2.0);
+  model.extra = {{"rope_scaling",
+                  {{"type", "longrope"},
+                   {"short_factor", std::vector<double>(factors.size(), 1.0)},
+                   {"long_factor", factors},
+                   {"original_max_position_embeddings", original_length}}}};
+  return model;
+}
+
 nlohmann::json TestConfig(const TestModel& model) {
   nlohmann::json config = {{"architectures", {model.architecture}},
                            {"vocab_size", model.vocab_size},

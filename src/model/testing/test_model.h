@@ -32,6 +32,9 @@ struct TestModel {
   uint64_t seed = 1;
 };
 
+// With LongRoPE: other factors where a prompt has more than `original_length` tokens.
+TestModel LongRopeModel(int64_t original_length);
+
 nlohmann::json TestConfig(const TestModel& model);
 // Random weights such that activations stay near 1; values are exact in the model's dtype.
 std::vector<TestTensor> TestTensors(const TestModel& model);

@@ -303,6 +303,10 @@ Result<int64_t> DiskTier::CollectGarbage(int64_t deadline_ns) {
   });
 }
 
+void DiskTier::Close() noexcept {
+  for (IoLane* lane : {&reads_, &writes_, &upkeep_}) lane->Stop();
+}
+
 TierUsage DiskTier::Usage() const {
   TierUsage usage = shared_->folder->catalog().Usage();
   usage.available = reads_.responds() && writes_.responds();

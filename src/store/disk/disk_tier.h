@@ -74,6 +74,8 @@ class DiskTier final : public ChunkTier {
   Result<int64_t> Verify(int64_t deadline_ns) override;
   Result<int64_t> CollectGarbage(int64_t deadline_ns) override;
 
+  // Waits for calls to the disk that are under way, one I/O time-out at most.
+  void Close() noexcept override;
   TierUsage Usage() const override;
   void TakeEvents(std::vector<ChunkEvent>* events) override;
 

@@ -38,6 +38,22 @@ TEST_F(DiskTierTest, WhatWasPutComesBackAlsoAfterARestart) {
   EXPECT_EQ(directory.ChunkFiles().size(), 3u);
 }
 
+TEST_F(DiskTierTest, AClosedTierTellsWhatIsKnown) {
+  const auto chain = TestChain(2);
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(chain), kNever);
+  tier->Close();
+  tier->Close();
+  EXPECT_EQ(tier->Knows(chain[1].id), 1);
+  EXPECT_EQ(tier->Usage().chunks, 2);
+  EXPECT_TRUE(tier->Pin(chain[0].id.key, 1));
+  EXPECT_EQ(ReadBack(*tier, chain[0]).code(), StatusCode::kClosed);
+  EXPECT_EQ(tier->Prefix(Ids(chain), kNever).status().code(), StatusCode::kClosed);
+  EXPECT_EQ(tier->List(kNever).status().code(), StatusCode::kClosed);
+  for (const Status& status : tier->Write(WritesOf(chain), kNever))
+    EXPECT_EQ(status.code(), StatusCode::kClosed);
+}
+
 // To look changes no byte, name or time in the folder, whatever is damaged or expired there.
 TEST_F(DiskTierTest, LookingChangesNothing) {
   const auto chain = TestChain(3);

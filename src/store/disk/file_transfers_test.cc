@@ -146,22 +146,37 @@ class Hanging {
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
+// Two callers of a lane with one thread: the work of the first one hangs, the other's is behind it.
+class TwoCalls {
+ public:
+  TwoCalls(IoLane* lane, Hanging* hanging, FakeClock* clock)
+      : first_([this, lane, hanging] { status = lane->Run(hanging->Run(), kNever); }) {
+    hanging->AwaitIn();
+    second_ = std::thread([this, lane] { behind = lane->Run([](IoWork&) {}, kNever); });
+    clock->AwaitWaiters(2);
+  }
+  void Join() {
+    first_.join();
+    second_.join();
+  }
+
+  Status status, behind;
+
+ private:
+  std::thread first_, second_;
+};
+
 TEST(IoLane, AnAbandonedWorkDoesNotReachItsCaller) {
   const auto clock = std::make_shared<FakeClock>();
   Hanging hanging;
   std::thread ends;
   {
     IoLane lane(clock, 1, kTimeoutNs);
-    Status status, behind;
-    std::thread caller([&] { status = lane.Run(hanging.Run(), kNever); });
-    hanging.AwaitIn();
-    std::thread waits([&] { behind = lane.Run([](IoWork&) {}, kNever); });
-    clock->AwaitWaiters(2);
+    TwoCalls calls(&lane, &hanging, clock.get());
     clock->Advance(kTimeoutNs);
-    caller.join();
-    waits.join();
-    EXPECT_EQ(status.code(), StatusCode::kTimeout);
-    EXPECT_EQ(behind.code(), StatusCode::kTimeout);
+    calls.Join();
+    EXPECT_EQ(calls.status.code(), StatusCode::kTimeout);
+    EXPECT_EQ(calls.behind.code(), StatusCode::kTimeout);
     EXPECT_FALSE(lane.responds());
     // The lane can end before its thread.
     ends = std::thread([&] {
@@ -170,6 +185,25 @@ TEST(IoLane, AnAbandonedWorkDoesNotReachItsCaller) {
     });
   }
   ends.join();
+  EXPECT_FALSE(hanging.ReleaseReachesCaller());
+}
+
+TEST(IoLane, AStoppedLaneAnswersClosed) {
+  const auto clock = std::make_shared<FakeClock>();
+  Hanging hanging;
+  IoLane lane(clock, 1, kTimeoutNs);
+  TwoCalls calls(&lane, &hanging, clock.get());
+  std::thread stops([&] { lane.Stop(); });
+  calls.Join();  // no time passes for those that wait
+  EXPECT_EQ(calls.status.code(), StatusCode::kClosed);
+  EXPECT_EQ(calls.behind.code(), StatusCode::kClosed);
+  clock->AwaitWaiters(1);
+  clock->Advance(kTimeoutNs);
+  stops.join();
+  bool ran = false;
+  EXPECT_EQ(lane.Run([&](IoWork&) { ran = true; }, kNever).code(), StatusCode::kClosed);
+  EXPECT_FALSE(ran);
+  lane.Stop();
   EXPECT_FALSE(hanging.ReleaseReachesCaller());
 }
 

@@ -46,21 +46,27 @@ IoLane::IoLane(std::shared_ptr<Clock> clock, int thread_count, int64_t io_timeou
     threads_.emplace_back([shared = shared_] { Serve(shared); });
 }
 
-IoLane::~IoLane() {
+void IoLane::Abandon(IoWork& work) noexcept {
+  const std::lock_guard<std::mutex> guard(work.mutex_);
+  work.abandoned_ = work.closed_ = true;
+  work.changed_.notify_all();
+}
+
+void IoLane::Stop() noexcept {
+  if (threads_.empty()) return;
   bool ended = false;
   {
     std::unique_lock<std::mutex> lock(shared_->mutex);
     shared_->stopping = true;
+    for (const auto& work : shared_->waiting) Abandon(*work);
+    for (const auto& work : shared_->current) Abandon(*work);
     shared_->waiting.clear();
-    for (const auto& work : shared_->current) {
-      const std::lock_guard<std::mutex> guard(work->mutex_);
-      work->abandoned_ = true;
-    }
     shared_->changed.notify_all();
     ended = WaitUntil(*clock_, shared_->changed, lock, clock_->SteadyNs() + io_timeout_ns_,
                       [&] { return shared_->running == 0; });
   }
   for (std::thread& thread : threads_) ended ? thread.join() : thread.detach();
+  threads_.clear();
 }
 
 void IoLane::Serve(const std::shared_ptr<Shared>& shared) {
@@ -104,6 +110,10 @@ std::shared_ptr<IoWork> IoLane::Start(std::function<void(IoWork&)> run) {
   auto work = std::make_shared<IoWork>(clock_, beat_ns_);
   work->run_ = std::move(run);
   const std::lock_guard<std::mutex> guard(shared_->mutex);
+  if (shared_->stopping) {
+    Abandon(*work);
+    return work;
+  }
   shared_->waiting.push_back(work);
   shared_->changed.notify_all();
   return work;
@@ -115,6 +125,7 @@ Status IoLane::Await(IoWork& work, int64_t deadline_ns) {
     std::unique_lock<std::mutex> lock(work.mutex_);
     for (;;) {
       if (work.done_) return work.status_;
+      if (work.closed_) return Status(StatusCode::kClosed, "disk: the tier is closed");
       const int64_t now = clock_->SteadyNs();
       // Work that waits its turn has no beat of its own: those before it have.
       const int64_t beat_ns =

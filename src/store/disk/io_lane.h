@@ -52,16 +52,21 @@ class IoWork {
   Status status_;
   int64_t beat_ns_;
   bool started_ = false, done_ = false, abandoned_ = false;
+  bool closed_ = false;  // abandoned since the lane has ended
 };
 
 class IoLane {
  public:
   IoLane(std::shared_ptr<Clock> clock, int thread_count, int64_t io_timeout_ns);
-  // Threads that hang are left behind; their work keeps alive what it uses.
-  ~IoLane();
+  ~IoLane() { Stop(); }
+
+  // Ends the threads; all work that is under way or comes later is Closed. Those that hang are left
+  // behind after an I/O time-out; their work keeps alive what it uses. Twice, but not from two
+  // threads at once.
+  void Stop() noexcept;
 
   // Runs `work` on a thread of the lane; ok when it is done. Timeout: the deadline passed, or no
-  // progress for an I/O time-out. OutOfMemory if that is what left `work`.
+  // progress for an I/O time-out. Closed. OutOfMemory if that is what left `work`.
   Status Run(std::function<void(IoWork&)> work, int64_t deadline_ns);
   // The same without waiting.
   std::shared_ptr<IoWork> Start(std::function<void(IoWork&)> work);
@@ -73,6 +78,8 @@ class IoLane {
  private:
   struct Shared;
   static void Serve(const std::shared_ptr<Shared>& shared);
+  // Its caller leaves now.
+  static void Abandon(IoWork& work) noexcept;
 
   const std::shared_ptr<Clock> clock_;
   const int64_t io_timeout_ns_;

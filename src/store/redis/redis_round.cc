@@ -16,10 +16,6 @@ constexpr size_t kSpansPerSend = 64;
 constexpr int kReceptionsMax = 16;
 constexpr int64_t kCancelPollMs = 20;  // how soon a cancelled op is noticed when nothing comes
 
-int64_t Sum(int64_t moment_ns, int64_t span_ns) {
-  return moment_ns > kNever - span_ns ? kNever : moment_ns + span_ns;
-}
-
 RedisRequest AskingRequest() {
   RedisRequest asking;
   asking.Add({"ASKING"});
@@ -121,8 +117,9 @@ void RedisRound::OpenExchange(const std::shared_ptr<RedisNode>& node,
   if (exchanges_.back().reused) return;
   RedisAddress address = node->address;
   if (address.port != 0) {
-    const int64_t until_ns = std::min(
-        deadline_ns_, Sum(clock_.SteadyNs(), client_.options.connect_timeout_ms * kNsPerMs));
+    const int64_t until_ns =
+        std::min(deadline_ns_,
+                 MomentAfter(clock_.SteadyNs(), client_.options.connect_timeout_ms * kNsPerMs));
     Result<std::string> number = client_.resolver.Resolve(address.host, until_ns);
     if (!number.ok()) return Fail(exchanges_.back(), number.status());
     address.host = *std::move(number);
@@ -201,7 +198,7 @@ int64_t RedisRound::PatienceNs(const Exchange& exchange) const {
   const int64_t limit_ms = exchange.state == Exchange::State::kConnecting
                                ? client_.options.connect_timeout_ms
                                : client_.options.io_timeout_ms;
-  return std::min(deadline_ns_, Sum(exchange.alive_ns, limit_ms * kNsPerMs));
+  return std::min(deadline_ns_, MomentAfter(exchange.alive_ns, limit_ms * kNsPerMs));
 }
 
 const char* RedisRound::WhatIsLate(const Exchange& exchange) const {

@@ -128,6 +128,9 @@ class ChunkTier {
   virtual Result<int64_t> CollectGarbage(int64_t deadline_ns) = 0;
 
   virtual TierUsage Usage() const = 0;
+  // Ends the tier's own threads. Calls that need them are Closed from now on, also those that are
+  // under way; what is known without I/O is still told.
+  virtual void Close() noexcept {}
   // Appends what happened since the last call.
   virtual void TakeEvents(std::vector<ChunkEvent>* events) = 0;
 };

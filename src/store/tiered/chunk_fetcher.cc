@@ -37,9 +37,12 @@ Result<std::vector<std::shared_ptr<ChunkFetch>>> ChunkFetcher::Start(
     std::span<const FetchRequest> requests, bool to_memory) {
   Fetches states;
   for (const FetchRequest& request : requests) {
-    QUIRE_ASSIGN_OR_RETURN(
-        const std::vector<ChunkKey> chain,
-        request.keys->Chain(request.tokens, request.chunk_tokens, request.tail, request.extras));
+    std::vector<ChunkKey> hashed;
+    if (request.chain.empty()) {
+      QUIRE_ASSIGN_OR_RETURN(hashed, request.keys->Chain(request.tokens, request.chunk_tokens,
+                                                         request.tail, request.extras));
+    }
+    const auto chain = request.chain.empty() ? std::span<const ChunkKey>(hashed) : request.chain;
     states.push_back(std::make_shared<FetchState>(parts_, request, chain, to_memory));
   }
   std::vector<std::shared_ptr<ChunkFetch>> handles;

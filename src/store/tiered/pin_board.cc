@@ -7,7 +7,7 @@ namespace quire {
 PinBoard::Ticket PinBoard::Add(const PinnedChunk& pin, bool named, int64_t now_ns) {
   const std::lock_guard lock(mutex_);
   const Ticket ticket = last_ + 1;
-  const int64_t deadline = now_ns > kNever - timeout_ns_ ? kNever : now_ns + timeout_ns_;
+  const int64_t deadline = MomentAfter(now_ns, timeout_ns_);
   const auto at = by_chunk_.emplace(pin.key, ticket);
   try {
     records_.emplace_hint(records_.end(), ticket, Record{pin, named, deadline});

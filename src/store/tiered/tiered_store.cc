@@ -149,6 +149,12 @@ Result<std::vector<std::shared_ptr<ChunkFetch>>> TieredStore::StartFetches(
       if (request.first_chunk < 0)
         return bad("first_chunk is " + std::to_string(request.first_chunk) +
                    "; it must not be negative");
+      const int64_t in_tail = std::ssize(request.tokens) % request.chunk_tokens;
+      const int64_t chunks =
+          std::ssize(request.tokens) / request.chunk_tokens + (request.tail && in_tail > 0 ? 1 : 0);
+      if (!request.chain.empty() && std::ssize(request.chain) != chunks)
+        return bad("chain has " + std::to_string(request.chain.size()) + " keys, but there are " +
+                   std::to_string(chunks) + " chunks");
     }
     parts_->ReleaseExpiredPins();
     return fetcher_.Start(requests, to_memory);
@@ -583,6 +589,9 @@ void TieredStore::Close() noexcept {
   }
   for (const auto& queue : parts_->writes)
     if (queue != nullptr) queue->Close();
+  // Spaces and fetches hold the parts, and so the tiers, for longer.
+  for (const auto& tier : parts_->slow)
+    if (tier != nullptr) tier->tier->Close();
 }
 
 ChunkStoreStatistics TieredStore::Statistics() const {

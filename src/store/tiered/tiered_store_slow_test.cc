@@ -186,6 +186,33 @@ TEST_F(SlowStore, ChainsAreFetchedTogetherOrNotAtAll) {
   EXPECT_EQ(disk_->calls().reads, 0);
 }
 
+// Keys that the caller has are not hashed again: those of other tokens bring nothing.
+TEST_F(SlowStore, GivenKeysAreTakenForThoseOfTheTokens) {
+  Open({});
+  const auto tokens = TokensFrom(1, 8);
+  const auto other = TokensFrom(100, 8);
+  Fill(disk_, tokens);
+  Fill(disk_, other);
+  FetchRequest request = Request(tokens);
+  const std::vector<ChunkKey> chain = Chain(tokens), wrong = Chain(other);
+  request.chain = chain;
+  const auto fetch = Start(request);
+  EXPECT_TRUE(fetch->Wait(kNever));
+  EXPECT_EQ(fetch->ready(), 2);
+  ExpectExact(*fetch, tokens);
+  request.chain = wrong;
+  const auto nothing = Start(request);
+  EXPECT_TRUE(nothing->Wait(kNever));
+  EXPECT_EQ(nothing->ready(), 0) << "the chunks are of other tokens";
+  for (const size_t count : {1, 3}) {
+    std::vector<ChunkKey> bad(count, chain.front());
+    request.chain = bad;
+    const Status status = store_->Fetch(request).status();
+    EXPECT_EQ(status.code(), StatusCode::kBadArgument);
+    EXPECT_NE(status.message().find("keys, but there are 2 chunks"), std::string_view::npos);
+  }
+}
+
 TEST_F(SlowStore, TwoPrefetchesReadEachChunkOnceAndThenItIsInRam) {  // example 29
   Open({});
   const auto tokens = TokensFrom(1, 12);

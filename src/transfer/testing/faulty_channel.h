@@ -52,6 +52,7 @@ class FaultyChannel final : public ByteChannel {
     return taken;
   }
   void EndWrites() noexcept override { inner_->EndWrites(); }
+  bool HasLeft() noexcept override { return is_cut_ || inner_->HasLeft(); }
   Wait PrepareWait(bool wants_read, bool wants_write) override {
     Wait wait = inner_->PrepareWait(wants_read, wants_write || !pending_.empty());
     wait.is_ready |= is_cut_ || wants_write;

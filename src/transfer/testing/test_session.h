@@ -56,19 +56,15 @@ class TestSession final : private TransferSession::Owner {
   // Heads [first_head, + head_count) of rows [first, + count) of a layer, as a cache would send
   // them. False: the window or the transfer does not take them.
   bool SendRows(uint64_t epoch, int64_t layer, const ReceivePart& part) {
-    TestRows rows = RowsOfLayer(layer, part.first_row + part.count);
-    const int64_t bytes = part.count * RowBytes(rows.View(0, 1), part.head_count);
+    const auto rows = std::make_shared<TestRows>(RowsOfLayer(layer, part.first_row + part.count));
+    const int64_t bytes = part.count * RowBytes(rows->View(0, 1), part.head_count);
     if (bytes > window_left || sends.count(epoch) == 0) return false;
     window_left -= bytes;
     auto outgoing = std::make_shared<OutgoingPart>();
-    outgoing->bytes = std::make_unique<std::byte[]>(static_cast<size_t>(bytes));
-    std::byte* to = outgoing->bytes.get();
-    const LayerKV view = rows.View(0, rows.count);
-    for (const std::span<std::byte> run : PartRuns(view, part)) {
-      std::memcpy(to, run.data(), run.size());
-      to += run.size();
-    }
-    const LayerKV sent = rows.View(part.first_row, part.count);
+    for (const std::span<std::byte> run : PartRuns(rows->View(0, rows->count), part))
+      outgoing->runs.emplace_back(run);
+    outgoing->memory = rows;
+    const LayerKV sent = rows->View(part.first_row, part.count);
     outgoing->head = {.receiver = peer_instance,
                       .epoch = epoch,
                       .layer = layer,
@@ -92,6 +88,7 @@ class TestSession final : private TransferSession::Owner {
   int64_t window_left = 0;
   wire::Instance peer_instance{};
   TransferLoad load;
+  Status reason;  // why the session is over
   std::map<uint64_t, TransferRequest> sends;  // by epoch: open
   std::map<uint64_t, Status> over;
   TransferSession session;
@@ -103,6 +100,10 @@ class TestSession final : private TransferSession::Owner {
     peer_instance = instance;
   }
   void OnLoad(const TransferLoad& told) override { load = told; }
+  void OnOver(const Status& why) noexcept override {
+    QUIRE_CHECK(reason.ok() && !why.ok()) << "a session ends once";
+    reason = why;
+  }
   void OnRequest(TransferRequest request) override {
     const uint64_t epoch = request.map.epoch;
     sends.emplace(epoch, std::move(request));
@@ -117,10 +118,10 @@ class TestSession final : private TransferSession::Owner {
   }
 };
 
-// All that one side has to say next, of `piece` bytes at most.
+// The frame that one side has to say next, of `piece` bytes at most.
 inline std::vector<std::byte> TakeOutput(TransferSession* session, size_t piece, int64_t now_ns) {
   std::vector<std::byte> bytes;
-  for (const std::span<const std::byte> span : session->Gather()) {
+  for (const std::span<const std::byte> span : session->Gather(/*frames_max=*/1)) {
     const size_t count = std::min(span.size(), piece - bytes.size());
     bytes.insert(bytes.end(), span.begin(), span.begin() + static_cast<ptrdiff_t>(count));
   }

@@ -168,6 +168,21 @@ def test_nothing_of_others_is_found(store: quire.ChunkStore, llama: Any) -> None
     assert found(changed) == 0
 
 
+def test_weights_that_torch_does_not_see_change_are_others(store: quire.ChunkStore) -> None:
+    """As where PEFT merges an adapter: it adds to `.data`."""
+    ids, changing = random_ids(1, 40), model("llama", seed=3)
+    cache = new_cache(changing)
+    run(changing, cache, ids)
+    cache.keep(store, ids, changing, chunk_tokens=CHUNK)
+    assert new_cache(changing).find(store, ids, changing, chunk_tokens=CHUNK) == 32
+    weight = changing.model.layers[1].mlp.down_proj.weight
+    before = weight._version
+    weight.data += 0.5
+    assert weight._version == before
+    assert new_cache(changing).find(store, ids, changing, chunk_tokens=CHUNK) == 0
+    weight.data -= 0.5
+
+
 def test_damage_is_a_miss(llama: Any, tmp_path: Path) -> None:
     ids = random_ids(1, 70)
     with quire.ChunkStore(tmp_path / "kv") as store:
@@ -248,6 +263,13 @@ def test_wrong_calls_change_nothing(store: quire.ChunkStore, llama: Any) -> None
         cache.find(store, ids[0], llama)
     with pytest.raises(quire.BadArgumentError, match="attention_mask has shape"):
         cache.find(store, ids, llama, attention_mask=torch.ones(2, 3))
+    for call in (cache.find, cache.keep):
+        with pytest.raises(TypeError, match="input_ids must be a torch tensor, not list"):
+            call(store, ids.tolist(), llama)  # type: ignore[operator]
+    with pytest.raises(TypeError, match="attention_mask must be a torch tensor, not list"):
+        cache.find(store, ids, llama, attention_mask=[1] * 40)  # type: ignore[arg-type]
+    with pytest.raises(quire.BadArgumentError, match="timeout must be a number, not str"):
+        cache.find(store, ids, llama, timeout="1")  # type: ignore[arg-type]
     mask = torch.ones(2, 40)
     mask[0, 20] = 0
     with pytest.raises(quire.BadArgumentError, match="pad on the left"):

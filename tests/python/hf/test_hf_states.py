@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -300,6 +302,20 @@ def test_rows_that_are_not_there(cache, call, argument):
         getattr(cache, call)(argument)
 
 
+@pytest.mark.parametrize(
+    ("call", "argument", "message"),
+    [
+        ("crop", -1.5, "tokens_to_remove must be an integer, not float"),
+        ("crop", None, "tokens_to_remove must be an integer, not NoneType"),
+        ("batch_repeat_interleave", 1.5, "repeats must be an integer, not float"),
+        ("reorder_cache", torch.tensor([0.0, 0.5]), "beam_idx must be integers"),
+    ],
+)
+def test_numbers_are_not_rounded(cache, call, argument, message):
+    with Unchanged(cache, (quire.BadArgumentError, TypeError), message):
+        getattr(cache, call)(argument)
+
+
 def test_calls_on_an_empty_cache_do_nothing(llama):
     empty = quire_cache(llama)
     empty.reorder_cache(torch.tensor([1, 0]))
@@ -392,6 +408,69 @@ def test_save_and_load_refuse(llama, cache, tmp_path):
         quire_cache(qwen).load(tmp_path / "saved")
     with Unchanged(cache, TypeError, "save"):
         pickle.dumps(cache)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((name, None) for name in ("columns", "lengths", "rows", "weights")),
+        *((name, 1) for name in ("lengths", "rows", "shown", "input_ids", "weights")),
+        ("columns", -1),
+        ("columns", "12"),
+        ("columns", 13),
+        ("lengths", []),
+        ("lengths", [12, "x"]),
+        ("lengths", [12, 11]),
+        ("lengths", [10**30, 12]),
+        ("rows", [0, 2]),
+        ("rows", [0, -1]),
+        ("rows", [0, 0]),
+        ("rows", [0]),
+        ("shown", [[1] * 12]),
+        ("shown", [[1] * 12, [2] * 12]),
+        ("shown", [[0] + [1] * 11, [1] * 12]),
+        ("input_ids", [[1] * 12, [1] * 11]),
+        ("input_ids", [[1] * 12, [2**63] * 12]),
+        ("weights", [1]),
+        ("version", 2),
+        ("version", None),
+    ],
+)
+def test_a_note_that_save_does_not_write_is_refused(
+    llama, cache, tmp_path, monkeypatch, field, value
+):
+    """Its checksums are right."""
+    real = json.dumps
+
+    def crafted(fields, **options):
+        return real({**fields, field: value} if "lengths" in fields else fields, **options)
+
+    monkeypatch.setattr(json, "dumps", crafted)
+    cache.save(tmp_path / "saved")
+    monkeypatch.undo()
+    with Unchanged(cache, quire.IncompatibleError, "0.quire: was not written by QuireCache.save"):
+        cache.load(tmp_path / "saved")
+
+
+def test_a_note_that_lacks_a_field_or_is_of_other_files_is_refused(
+    llama, cache, tmp_path, monkeypatch
+):
+    real = json.dumps
+
+    def without(fields, **options):
+        return real({name: fields[name] for name in fields if name != "rows"}, **options)
+
+    monkeypatch.setattr(json, "dumps", without)
+    cache.save(tmp_path / "lacks")
+    monkeypatch.undo()
+    with Unchanged(cache, quire.IncompatibleError, "rows is not what that writes"):
+        cache.load(tmp_path / "lacks")
+    run(llama, longer := quire_cache(llama), random_ids(2, 14))
+    cache.save(tmp_path / "saved")
+    longer.save(tmp_path / "longer")
+    shutil.copy(tmp_path / "longer" / "1.quire", tmp_path / "saved" / "1.quire")
+    with Unchanged(cache, quire.IncompatibleError, "1.quire: has 14 tokens; 12 were noted"):
+        cache.load(tmp_path / "saved")
 
 
 def test_a_damaged_save_is_refused(llama, cache, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import http.client
 import json
@@ -10,13 +11,17 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import quire
 from program import ROOT
 from quire._description import HeldBlock, HeldSequence, WaitingRequest
+from quire.serve import page_routes
+from quire.serve.held_kv import HeldKV
 from quire.serve.page_routes import PAGE_FILES
+from quire.serve.tenants import Tenant, Tenants
 from server_process import DEADLINE, Server, events, running
 from tiny_model import TinyModel
 
@@ -106,6 +111,16 @@ def test_the_stream_follows_what_happens(server: Server) -> None:
     connection.close()
 
 
+def test_a_head_of_the_stream_leaves_the_connection_free(server: Server) -> None:
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
+    for method, path in (("HEAD", "/page/state"), ("GET", "/version")):
+        connection.request(method, path)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == 200
+    connection.close()
+
+
 def test_the_stream_needs_a_key_and_tells_nothing_of_others(keyed: Server) -> None:
     assert keyed.request("GET", "/page/state", authorization="none")[0] == 401
     keyed.post("/v1/completions", {"prompt": "a secret of ann", "max_tokens": 1})
@@ -158,6 +173,32 @@ def test_each_key_sees_the_blocks_that_are_its_own(tiny: TinyModel, keys_file: P
     assert of_bob["blocks"][0]["parent"] is None and of_bob["sequences"][0]["block"] == 0
     mine = {block["salt_digest"] for block in of_ann["blocks"]}
     assert of_bob["blocks"][0]["salt_digest"] not in mine
+
+
+def test_a_state_is_made_once_for_all_pages_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page of 256 had a thousand blocks written as JSON twice a second: more than the event
+    loop has time for."""
+    made: list[Any] = []
+    monkeypatch.setattr(page_routes, "_state_of", lambda *given: made.append(given) or {})
+    nothing: dict[str, Any] = {"blocks": [], "sequences": [], "waiting": [], "cut": False}
+    description = SimpleNamespace(**nothing, salt_digest=lambda salt: "")
+    engine: Any = SimpleNamespace(describe=lambda: description)
+    service: Any = SimpleNamespace(held_kv=HeldKV(engine, Tenants()), draining=False)
+    ann, bob = Tenant("ann"), Tenant("bob")
+
+    async def run() -> None:
+        for _ in range(5):
+            page_routes._event_of(service, ann)
+        assert len(made) == 1
+        page_routes._event_of(service, bob)
+        service.draining = True  # which all are told at once
+        page_routes._event_of(service, ann)
+        assert len(made) == 3
+        service.held_kv._read_at = -float("inf")  # half a second later
+        page_routes._event_of(service, ann)
+        assert len(made) == 4 and len(service.held_kv.events) == 1
+
+    asyncio.run(run())
 
 
 def test_where_there_are_no_keys_all_is_shown(tiny: TinyModel) -> None:
@@ -250,14 +291,15 @@ def test_a_browser_shows_who_holds_kv(page: Any, tiny: TinyModel) -> None:
         assert re.fullmatch(r"[0-9.]+ ms", page.text_content("#step"))
 
 
-def test_a_browser_stops_an_answer(page: Any, tiny: TinyModel) -> None:
+@pytest.mark.parametrize("button", ["stop", "clear"])
+def test_a_browser_stops_an_answer(page: Any, tiny: TinyModel, button: str) -> None:
     # A browser that is slow to read is no reason here to end the answer.
     options = ("--no-prefix-cache", "--page-size", "16", "--limit", "unread_bytes=1G")
     with running(tiny.directory, *options) as server:
-        stop_an_answer(page, server)
+        stop_an_answer(page, server, button)
 
 
-def stop_an_answer(page: Any, server: Server) -> None:
+def stop_an_answer(page: Any, server: Server, button: str) -> None:
     page.goto(server.url + "/")
     # Some seconds of work; stopped as soon as there is text, before the browser falls behind.
     page.route(
@@ -270,12 +312,16 @@ def stop_an_answer(page: Any, server: Server) -> None:
         ),
     )
     page.evaluate(
-        """() => new MutationObserver(() => {
+        """(button) => new MutationObserver(() => {
           const stop = document.getElementById("stop");
           const text = document.querySelector("#messages li.assistant:not(:empty)");
-          if (text && !stop.hidden) { document.body.dataset.stopped = ""; stop.click(); }
+          if (text && !stop.hidden) {
+            document.body.dataset.stopped = "";
+            document.getElementById(button).click();
+          }
         }).observe(document.getElementById("messages"),
-                   {subtree: true, childList: true, characterData: true})"""
+                   {subtree: true, childList: true, characterData: true})""",
+        button,
     )
     page.fill("#question", "Go on.")
     page.click("#send")
@@ -283,6 +329,9 @@ def stop_an_answer(page: Any, server: Server) -> None:
     page.locator("#send:not([disabled])").wait_for()
     server.wait_metrics(lambda m: m["quire:num_requests_running"] == 0)
     assert page.locator("#messages li.error").all_text_contents() == []
+    # What was cleared is in no later conversation: the rest of an answer once began the next one.
+    roles = page.evaluate("() => messages.map((message) => message.role)")
+    assert roles == ([] if button == "clear" else ["user", "assistant"])
 
 
 def test_a_browser_is_asked_for_a_key(page: Any, keyed: Server) -> None:

@@ -60,6 +60,7 @@ def test_a_stream_has_the_same_text_and_its_usage(
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
     assert chunks[-1].usage.completion_tokens == 20 and not chunks[-1].choices
+    assert all("usage" in c.model_fields_set and c.usage is None for c in chunks[:-1])
 
 
 def test_logprobs_are_those_of_the_engine(client: openai.OpenAI, engine: quire.Engine) -> None:
@@ -76,6 +77,16 @@ def test_logprobs_are_those_of_the_engine(client: openai.OpenAI, engine: quire.E
     )
     streamed = [e for c in chunks if c.choices for e in c.choices[0].logprobs.content]
     assert streamed == entries
+
+
+def test_bytes_of_logprobs_are_those_of_the_answer(server: Server) -> None:
+    """Tokens that are a part of a character had none, which are those that need them."""
+    bias = {str(i): 100 for i in server.post("/tokenize", {"prompt": "龘"})["tokens"]}
+    assert len(bias) == 3
+    body = {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "logit_bias": bias}
+    (choice,) = server.post("/v1/chat/completions", body)["choices"]
+    data = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+    assert len(data) == 6 and data.decode("utf-8", "replace") == choice["message"]["content"]
 
 
 def test_completions_take_texts_and_ids(client: openai.OpenAI, engine: quire.Engine) -> None:
@@ -210,6 +221,14 @@ def test_tokenize_and_detokenize(server: Server, engine: quire.Engine) -> None:
     assert server.post("/detokenize", {"tokens": found["tokens"]}) == {"prompt": "A quire"}
 
 
+@pytest.mark.parametrize("name", ["messages", "self", "nothing"])
+def test_tokenize_takes_the_arguments_of_a_chat(server: Server, name: str) -> None:
+    """The names are a client's: one that Python's method has was a defect of the server."""
+    body = {"messages": MESSAGES, "chat_template_kwargs": {name: 1}}
+    status, _, found = server.request("POST", "/tokenize", body)
+    assert status == 400 and f"has no variable '{name}'" in found["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
@@ -228,6 +247,7 @@ def test_tokenize_and_detokenize(server: Server, engine: quire.Engine) -> None:
         ({"stop": [""]}, "stop[0]", "1 to 256 bytes"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "below"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logit_bias": {"a.5": 1}}, "logit_bias", "token ids"),
         ({"sinks": 4}, "sinks", "together with window"),
         ({"cache_salt": ""}, "cache_salt", "1 to 4096 bytes"),
         ({"stream_options": {}}, "stream_options", "stream: true"),
@@ -283,6 +303,13 @@ def test_defaults_of_routers_are_taken_and_unknown_fields_are_named(server: Serv
         "POST", "/v1/chat/completions", {**body, "foo": 1, "b\r\nar": 2}
     )
     assert status == 200 and headers["x-quire-ignored"] == "foo, b??ar"
+    # What other servers add to their answers comes back within a message.
+    messages = [*MESSAGES, {"role": "assistant", "content": "Hi", "provider_data": {}}]
+    options = {"stream": True, "stream_options": {"chunks": 1}}
+    body = {**body, "messages": messages, **options}
+    status, headers, _ = server.request("POST", "/v1/chat/completions", body)
+    ignored = f"stream_options.chunks, messages[{len(messages) - 1}].provider_data"
+    assert status == 200 and headers["x-quire-ignored"] == ignored
 
 
 def test_too_long_for_ever_is_413(server: Server) -> None:
@@ -291,6 +318,12 @@ def test_too_long_for_ever_is_413(server: Server) -> None:
     assert status == 413 and found["error"]["code"] == "context_length_exceeded"
     body = {"prompt": [5] * 300, "max_tokens": 1}
     assert server.request("POST", "/v1/completions", body)[0] == 413
+    # Before it is looked at, or waits for a turn with its megabytes.
+    body = {"prompt": ["x", [True] * 300], "max_tokens": 1}
+    status, _, found = server.request("POST", "/v1/completions", body)
+    assert (status, found["error"]["param"]) == (413, "prompt[1]")
+    status, _, found = server.request("POST", "/detokenize", {"tokens": [5] * 65_537})
+    assert status == 400 and "at most 65536 entries" in found["error"]["message"]
     body = {"prompt": [5] * 100, "max_tokens": 150, "n": 16}
     status, _, found = server.request("POST", "/v1/completions", body)
     message = found["error"]["message"]
@@ -335,6 +368,11 @@ def test_a_prediction_changes_no_answer(
     assert plain.choices[0].message.content == expected.text
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
     assert plain.usage.completion_tokens_details.rejected_prediction_tokens == 0
+
+
+def test_405_names_the_methods(server: Server) -> None:
+    status, headers, _ = server.request("GET", "/v1/completions")
+    assert (status, headers["allow"]) == (405, "POST")
 
 
 def test_unknown_paths_and_methods(server: Server) -> None:

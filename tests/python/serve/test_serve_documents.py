@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import http.client
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import quire
-from server_process import Server, running
+from quire.serve.service import Service
+from server_process import DEADLINE, Server, running
 from tiny_model import Shape, TinyModel
 
 MESSAGES = [{"role": "user", "content": "Which fox?"}]
@@ -111,17 +115,55 @@ def test_usage_says_what_is_approximate(blending: Server) -> None:
 
 def test_metrics_count_what_was_moved(long_tiny: TinyModel) -> None:
     with running(long_tiny.directory, "--blend-piece", "256", "--blend-unverified") as server:
+        names = ("exact", "kept", "moved", "recomputed", "computed")
 
         def counters() -> list[int]:
             _, _, page = server.request("GET", "/metrics")
-            names = ("moved", "recomputed")
             found = [re.search(rf"quire:blend_{name}_tokens_total (\d+)", page) for name in names]
             return [int(each[1]) for each in found if each is not None]
 
-        assert counters() == [0, 0]
+        assert counters() == [0] * 5
         blend = server.post("/v1/chat/completions", body("first", blend=0.1))["usage"]["blend"]
-        assert counters() == [blend["moved_tokens"], blend["recomputed_tokens"]]
+        assert counters() == [blend[f"{name}_tokens"] for name in names]
         assert 0 < blend["recomputed_tokens"] < blend["moved_tokens"]
+
+
+@pytest.mark.parametrize("documents, characters", [(["y" * 4000, "z"], 4005), ("auto", 4)])
+def test_documents_are_a_part_of_what_a_request_costs(documents: Any, characters: int) -> None:
+    """Megabytes of them were predicted to take no time, so those behind them waited for longer than
+    `wait_seconds` without being told."""
+    metrics = SimpleNamespace(inter_token_latency=SimpleNamespace(sum=0, count=0))
+
+    def seconds(content: str, **options: Any) -> float:
+        chat = [{"role": "user", "content": content}]
+        generation = SimpleNamespace(prompts=[chat], samples=1, options=options)
+        service: Any = SimpleNamespace(metrics=metrics)
+        stats = {"compute_ns_per_token": 10**9}
+        return Service._cost(service, generation, stats).prompt_seconds  # type: ignore[arg-type]
+
+    assert seconds("fox?", documents=documents) == seconds("x" * characters) > 0
+    assert seconds([part("fox"), part("?", "text")]) == seconds("fox?")  # type: ignore[arg-type]
+
+
+def test_lessons_are_no_answers_that_wait(long_tiny: TinyModel) -> None:
+    """Lessons that waited for the engine to be idle once counted: while an answer was computed, all
+    others were refused as one too many."""
+    limits = ("--limit", "queue=2", "--blend-piece", "256", "--blend-unverified")
+    with running(long_tiny.directory, *limits) as server:
+        peer = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
+        endless = {"prompt": "x", "max_tokens": 10**7, "window": 32, "ignore_eos": True}
+        headers = {"content-type": "application/json"}
+        with contextlib.closing(peer):
+            asked = json.dumps({**endless, "stream": True})
+            peer.request("POST", "/v1/completions", asked, headers)
+            stream = peer.getresponse()
+            assert stream.readline().startswith(b"data: ")
+            documents = [f"{index}: {text}" for index, text in enumerate(DOCUMENTS * 2)]
+            idle = body("idle", documents=documents, blend={"learn": "idle"})
+            server.post("/v1/chat/completions", idle)
+            assert server.metrics()["quire:num_requests_waiting"] == 5
+            server.post("/v1/completions", {"prompt": "y", "max_tokens": 1})
+            stream.close()
 
 
 def test_documents_without_blend_are_a_part_of_the_prompt(
@@ -165,6 +207,131 @@ def test_a_stream_ends_with_the_same_usage(blending: Server, engine: quire.Engin
     assert ids == expected.ids
     assert expected.usage.blend is not None
     assert told(chunks[-1]["usage"]["blend"]) == told(dataclasses.asdict(expected.usage.blend))
+
+
+# ---- Documents in messages
+
+
+def part(text: str, type: str = "document") -> dict[str, Any]:
+    return {"type": type, "text": text}
+
+
+def parted(text: str, document: Any) -> list[dict[str, Any]]:
+    """A user's message with three documents; text: the type of other parts."""
+    content = [part("Here: ", text), document(DOCUMENTS[0]), part("and ", text)]
+    content += [document(DOCUMENTS[1]), document(DOCUMENTS[2]), part("Which fox?", text)]
+    return [{"role": "user", "content": content}]
+
+
+def sourced(text: str) -> dict[str, Any]:
+    """A document as Anthropic's API has it."""
+    source = {"type": "text", "media_type": "text/plain", "data": text}
+    return {"type": "document", "source": source}
+
+
+@pytest.mark.parametrize("blend", [None, 0.1, 1.0])
+def test_documents_in_messages_stand_at_their_places(
+    blending: Server, engine: quire.Engine, blend: float | None
+) -> None:
+    options: Any = {} if blend is None else {"blend": blend}
+    expected = engine.chat(parted("text", part), max_tokens=6, **options)
+    counts = None if expected.usage.blend is None else dataclasses.asdict(expected.usage.blend)
+
+    def check(usage: dict[str, Any], text: str) -> None:
+        assert text == expected.text
+        assert ("blend" in usage) == (counts is not None)
+        if counts is not None:
+            assert told(usage["blend"]) == told(counts)
+
+    fields = {"max_tokens": 6, **options}
+    asked = {"messages": parted("text", part), "cache_salt": f"parts {blend}", **fields}
+    found = blending.post("/v1/chat/completions", asked)
+    check(found["usage"], found["choices"][0]["message"]["content"])
+    asked = {"messages": parted("text", sourced), "cache_salt": f"source {blend}", **fields}
+    found = blending.post("/v1/messages", asked)
+    check(found["usage"]["quire"], found["content"][0]["text"])
+    counted = blending.post("/v1/messages/count_tokens", {"messages": asked["messages"]})
+    assert counted["input_tokens"] == len(expected.prompt_ids)
+    tokens = blending.post("/tokenize", {"messages": parted("text", part)})["tokens"]
+    assert tokens == expected.prompt_ids
+    asked = {"input": parted("input_text", part), "cache_salt": f"items {blend}"}
+    found = blending.post("/v1/responses", {**asked, "max_output_tokens": 6, **options})
+    check(found["usage"], found["output"][0]["content"][0]["text"])
+
+
+def test_documents_before_a_chat_are_in_every_api(blending: Server, engine: quire.Engine) -> None:
+    expected = engine.chat(MESSAGES, documents=DOCUMENTS, max_tokens=6)
+    asked = {"messages": MESSAGES, "documents": DOCUMENTS, "max_tokens": 6}
+    found = blending.post("/v1/messages", asked)
+    assert found["content"][0]["text"] == expected.text
+    del asked["max_tokens"]
+    counted = blending.post("/v1/messages/count_tokens", asked)
+    assert counted["input_tokens"] == len(expected.prompt_ids)
+    asked = {"input": "Which fox?", "documents": DOCUMENTS, "max_output_tokens": 6}
+    found = blending.post("/v1/responses", asked)
+    assert found["output"][0]["content"][0]["text"] == expected.text
+
+
+def test_a_kept_conversation_keeps_its_documents(blending: Server, engine: quire.Engine) -> None:
+    asked: Any = {"max_output_tokens": 4, "cache_salt": "kept", "blend": 0.1}
+    first = blending.post("/v1/responses", {"input": parted("input_text", part), **asked})
+    again = {"input": "Why?", "previous_response_id": first["id"], **asked}
+    found = blending.post("/v1/responses", again)
+    turns = parted("text", part)
+    engine.chat(turns, blend=0.1, max_tokens=4)
+    turns.append({"role": "assistant", "content": first["output"][0]["content"][0]["text"]})
+    turns.append({"role": "user", "content": "Why?"})
+    expected = engine.chat(turns, blend=0.1, max_tokens=4)
+    assert found["output"][0]["content"][0]["text"] == expected.text
+    assert found["usage"]["blend"]["documents"] == 3
+
+
+@pytest.mark.parametrize(
+    ("document", "field", "words"),
+    [
+        (part(" "), ".text", "it must be a text that is not empty"),
+        ({"type": "document"}, ".text", "it must be a text that is not empty"),
+        (part("a\ud800"), ".text", "lone surrogate"),
+        ({**part("a"), "title": "b"}, ".title", "title is not supported"),
+        ({**part("a"), "pages": 2}, ".pages", "pages is not a field of a document"),
+        ({**part("a"), "citations": {"enabled": True}}, ".citations.enabled", "only false is taken"),
+        ({**sourced("a"), "text": "b"}, ".text", "text is a second text beside source"),
+        (sourced(" "), ".source.data", "it must be a text that is not empty"),
+        (
+            {"type": "document", "source": {"type": "base64", "data": "eA=="}},
+            ".source.type",
+            "is 'base64'; this model takes text alone",
+        ),
+        (
+            {"type": "document", "source": {"type": "text", "media_type": "a/b", "data": "x"}},
+            ".source.media_type",
+            'only "text/plain" is taken',
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_document_in_a_message_is_named(
+    blending: Server, document: Any, field: str, words: str
+) -> None:
+    messages = [{"role": "user", "content": [part("See ", "text"), document]}]
+    asked = {"messages": messages, "max_tokens": 1}
+    status, _, found = blending.request("POST", "/v1/chat/completions", asked)
+    assert status == 400, found
+    assert found["error"]["param"] == "messages[0].content[1]" + field
+    assert words in found["error"]["message"]
+    status, _, found = blending.request("POST", "/v1/messages", asked)
+    assert status == 400 and words in found["error"]["message"]
+
+
+def test_documents_in_messages_are_counted_and_not_searched(blending: Server) -> None:
+    messages = [{"role": "user", "content": [part("x")] * 4096}]
+    asked: dict[str, Any] = {"messages": messages, "documents": ["y"], "max_tokens": 1}
+    status, _, found = blending.request("POST", "/v1/chat/completions", asked)
+    assert status == 400 and found["error"]["param"] == "documents"
+    assert "has 4097 documents; it may have at most 4096" in found["error"]["message"]
+    asked = {"messages": parted("text", part), "documents": "auto", "blend": 0.1}
+    status, _, found = blending.request("POST", "/v1/chat/completions", asked)
+    assert status == 400 and found["error"]["param"] == "documents"
+    assert "a message names some as its parts" in found["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,6 +105,8 @@ def test_broken_requests(strict: Server, data: bytes, status: int, limit: str) -
 
 
 def test_too_many_connections_of_an_address(strict: Server) -> None:
+    # Those that were refused while they sent much stay for a second.
+    strict.wait_metrics(lambda m: m["quire:http_connections"] == 1)
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(strict.connect()) for _ in range(60)]
         statuses = []
@@ -208,11 +211,12 @@ DEEP = b'{"prompt":' + b"[" * 2_000_000
     [
         (DEEP[:900_000], "72 levels"),
         (b'{"a":"' + b'\\"' * 400_000, "a string does not end"),
-        (b'{"a":1e999999,"prompt":"x","temperature":1e999999}', "temperature is Infinity"),
+        (b'{"prompt":"x","temperature":1e999999}', "temperature has a number that is out of range"),
         (b'{"a":' + b"9" * 100_000 + b"}", "39 digits"),
         (b'{"prompt":"\xff"}', "not valid UTF-8 at byte 11"),
         (b'{"prompt":"\xc0\x80"}', "not valid UTF-8"),
         (b'{"prompt":NaN}', "NaN is not a JSON number"),
+        (b'{"prompt":"a","metadata":{"a":1e999}}', "metadata has a number that is out of range"),
         (b'{"prompt":"x","prompt":"y"}', "'prompt' twice"),
         (b'{"prompt":"x"', "not valid JSON"),
         (b'{"prompt":"x"}{}', "not valid JSON"),
@@ -229,6 +233,18 @@ def test_hostile_json(server: Server, body: bytes, words: str) -> None:
     assert status == 400 and words in found["error"]["message"]
 
 
+def test_what_an_answer_repeats_may_have_lone_surrogates(server: Server) -> None:
+    """They once ended in a status of 500."""
+    blend = {"messages": [{"role": "user", "content": "x"}], "documents": ["y"], "blend": {}}
+    blend["blend"] = {"\ud800" + "z" * 999: 1}
+    status, _, found = server.request("POST", "/v1/chat/completions", blend)
+    assert status == 400 and found["error"]["param"] == "blend.\ud800" + "z" * 121
+    asked = {"input": "x", "max_output_tokens": 1, "metadata": {"a": "\ud800"}}
+    assert server.post("/v1/responses", asked)["metadata"] == asked["metadata"]
+    _, _, events = server.request("POST", "/v1/responses", {**asked, "stream": True})
+    assert '"metadata":{"a":"\\ud800"}' in events
+
+
 @pytest.mark.parametrize(
     ("limits", "least", "most"),
     [
@@ -243,6 +259,23 @@ def test_limits_of_json(limits: JsonLimits, least: bytes, most: bytes) -> None:
     assert parse_object(least, limits) == json.loads(least)
     with pytest.raises(Problem):
         parse_object(most, limits)
+
+
+def test_a_key_that_stands_twice_is_found_in_the_time_of_parsing() -> None:
+    """Each key was once compared with all others: a body of 64 KiB held the event loop for a
+    second."""
+
+    def seconds(body: bytes) -> float:
+        begin = time.perf_counter()
+        with contextlib.suppress(Problem):
+            parse_object(body)
+        return time.perf_counter() - begin
+
+    keys = [b'"k%04d":1' % number for number in range(7000)]
+    sound, twice = (b"{" + b",".join([*keys, last]) + b"}" for last in (b'"z":1', keys[-1]))
+    with pytest.raises(Problem, match="'k6999' twice"):
+        parse_object(twice)
+    assert min(seconds(twice) for _ in range(3)) < 10 * min(seconds(sound) for _ in range(3))
 
 
 def test_text_that_looks_like_structure_counts_as_text() -> None:

@@ -27,7 +27,7 @@ from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
-from server_process import DEADLINE, Server, events, head, running
+from server_process import DEADLINE, Server, events, head, read_answer, running
 from tiny_model import TinyModel
 
 ENDLESS = {"prompt": "x", "max_tokens": 10_000_000, "window": 32, "ignore_eos": True}
@@ -268,6 +268,9 @@ def test_no_label_comes_from_a_client(server: Server) -> None:
     server.request("POST", "/v1/completions", {"prompt": "x", "model": "evil"})
     _, _, page = server.request("GET", "/metrics")
     assert "evil" not in page and 'route="other",status="404"' in page
+    server.request("GET", "/v1/models/evil")
+    _, _, page = server.request("GET", "/metrics")
+    assert "evil" not in page and 'route="/v1/models/NAME",status="404"' in page
 
 
 # ---- Admission
@@ -309,7 +312,7 @@ def test_admission_by_the_cost_of_prompts_ahead() -> None:
     admission.enter(bob, Cost(1), 0)
     # A key of whose prompts a tenth has to be computed asks others to wait for a tenth.
     for _ in range(30):
-        admission.note_usage(bob, quire.Usage(100, 90, 5))
+        admission.note_usage(bob, quire.Usage(100, 90, 5), 1)
     admission.enter(bob, Cost(1, prompt_seconds=90), 0)
     admission.enter(ann, Cost(1), 0)  # behind 9 and 9 seconds
 
@@ -323,9 +326,57 @@ def test_admission_knows_how_long_answers_are_before_one_has_ended() -> None:
     with pytest.raises(Problem, match="about 25 s"):
         admission.enter(ann, cost, 0)
     admission.leave(place, 0.0)
-    admission.note_usage(ann, quire.Usage(10, 0, 20))  # answers have 20 tokens: 2 s
+    # Answers have 20 tokens, 2 s: a request with n = 16 once counted as one of 320.
+    admission.note_usage(ann, quire.Usage(10, 0, 320), 16)
     for _ in range(10):
         admission.enter(ann, cost, 0)
+
+
+def test_the_queue_of_a_key_keeps_no_other_out() -> None:
+    """A key with a minute of prompts had the others told that they would wait for it: the engine
+    takes them by turns, so they would not."""
+    ann, bob = Tenant("ann", 2, b"a"), Tenant("bob", 1, b"b")
+    admission = Admission(Limits(wait_seconds=20), running_max=8, share_total=3)
+    for _ in range(7):
+        admission.enter(ann, Cost(1, prompt_seconds=3), 0)
+    with pytest.raises(Problem, match="about 21 s"):
+        admission.enter(ann, Cost(1), 0)
+    admission.enter(bob, Cost(1, prompt_seconds=4), 0)  # behind one in work, and two of a turn: 9 s
+    admission.enter(bob, Cost(1, prompt_seconds=4), 0)  # 4 more of its own, and two of a turn: 19 s
+    with pytest.raises(Problem, match="about 29 s"):
+        admission.enter(bob, Cost(1), 0)
+
+    admission = Admission(Limits(wait_seconds=20), running_max=2, share_total=3)
+    places = [admission.enter(ann, Cost(1), 0) for _ in range(5)]
+    for now in (0.0, 5.0):  # while others wait an answer ends every 5 s
+        admission.leave(places.pop(), now)
+    places += [admission.enter(ann, Cost(1), 0) for _ in range(3)]
+    with pytest.raises(Problem, match="about 25 s"):
+        admission.enter(ann, Cost(1), 0)
+    admission.enter(bob, Cost(1), 0)  # its turn comes after two of the others and itself: 15 s
+
+
+def test_admission_refuses_for_ever_what_never_fits() -> None:
+    """64 prompts with n = 16 once got 429 with retry-after, each time that they came back."""
+    ann = Tenant("ann", 1, b"a")
+    admission = Admission(Limits(queue_per_key=4, queue=100), running_max=8, share_total=4)
+    with pytest.raises(Problem, match="asks for 7 answers, n of each prompt; at most 6") as caught:
+        admission.enter(ann, Cost(7), 0)
+    assert (caught.value.status, caught.value.param, caught.value.retry_after) == (413, "n", None)
+    admission = Admission(Limits(queue=1), running_max=2, share_total=1)
+    with pytest.raises(Problem, match="at most 3 fit"):
+        admission.enter(ann, Cost(4), 0)
+    admission.enter(ann, Cost(3), 0)
+
+
+def test_admission_is_told_what_a_prompt_takes() -> None:
+    """Tools were a part of no cost: those behind megabytes of them waited without being told."""
+    ann = Tenant("ann", 1, b"a")
+    admission = Admission(Limits(wait_seconds=20), running_max=8, share_total=1)
+    place = admission.enter(ann, Cost(1, prompt_seconds=0.1), 0)
+    admission.note_prompt(place, 60.0)
+    with pytest.raises(Problem, match="about 60 s"):
+        admission.enter(ann, Cost(1), 0)
 
 
 def test_a_full_server_says_when_to_come_back(tiny: TinyModel) -> None:
@@ -383,6 +434,31 @@ def test_what_does_not_end_in_time_gets_an_error(tiny: TinyModel, signals: int) 
         assert rest[-1]["error"]["code"] == "shutting_down" and "[DONE]" not in rest
         connection.close()
         assert server.process.wait(DEADLINE) == 0
+
+
+def test_a_terminal_that_goes_ends_the_server_in_order(tiny: TinyModel) -> None:
+    """SIGHUP once killed it: what it had computed was not written."""
+    with running(tiny.directory, "--page-size", "16") as server:
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_log(lambda line: line["event"] == "draining")
+        assert server.process.wait(DEADLINE) == 0
+
+
+def test_what_begins_after_the_time_to_end_gets_an_error(tiny: TinyModel) -> None:
+    """A request that was let in before SIGTERM and whose body came after the drain once ran on
+    until its connection was cut, without an error event."""
+    options = ("--no-prefix-cache", "--page-size", "16", "--drain-timeout", "0")
+    with running(tiny.directory, *options) as server:
+        body = json.dumps({**ENDLESS, "stream": True}).encode()
+        with server.connect() as peer:
+            peer.sendall(head("/v1/completions", len(body)) + body[:5])
+            server.wait_metrics(lambda m: m["quire:http_connections"] >= 2)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_log(lambda line: line["event"] == "draining")
+            peer.sendall(body[5:])
+            _, answer = read_answer(peer)
+        assert b'"code":"shutting_down"' in answer
+        assert server.stop() == 0
 
 
 def test_a_restart_finds_the_kv_of_the_first_run(tiny: TinyModel, tmp_path: Path) -> None:

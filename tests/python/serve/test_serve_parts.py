@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import gc
+import io
 import json
 import threading
 import weakref
@@ -16,10 +17,10 @@ from typing import Any
 import pytest
 import uvicorn
 from quire import errors
-from quire.engine import Piece
+from quire.engine import Piece, Result, Usage
 from quire.grammar import CompiledGrammar, Grammar
 from quire.serve._streams import Answer, Streams
-from quire.serve.calls import Call, read_fields
+from quire.serve.calls import Call, ClientGone, Log, read_body
 from quire.serve.generation import Generation
 from quire.serve.grammar_probe import TooCostlyError
 from quire.serve.grammar_queue import GrammarQueue
@@ -27,9 +28,10 @@ from quire.serve.guard import Guard
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook, LimitedProtocol
-from quire.serve.responses import _EventAnswer, event
+from quire.serve.responses import _EventAnswer, _submitted, answer, event
 from quire.serve.service import Service
 from quire.serve.tenants import ANYONE, Tenant
+from quire.serve.turns import Turns
 from uvicorn.server import ServerState
 
 DEADLINE = 30.0
@@ -176,9 +178,11 @@ class HandedOut:
         self.closed = False
         self._waiting: collections.deque[Piece] = collections.deque()
 
-    def hand_out(self, text: str) -> None:
+    def hand_out(self, text: str, alternatives: int = 0) -> None:
         piece = Piece(text)
         piece.ids, piece.logprobs, piece.top_logprobs = [7], None, None
+        if alternatives:
+            piece.logprobs, piece.top_logprobs = [-1.0], [[(i, -2.0) for i in range(alternatives)]]
         piece.sample, piece.finish_reason, piece.result = 0, None, None
         self._waiting.append(piece)
         self.most = max(self.most, len(self._waiting))
@@ -191,8 +195,11 @@ class HandedOut:
         self.closed = True
 
 
-def _answer(streams: Streams, stream: HandedOut, *, keep: bool = False) -> Answer:
-    answer = Answer(streams, [stream], 0.0, measured=False, keep=keep)  # type: ignore[list-item]
+def _answer(
+    streams: Streams, stream: HandedOut, *, keep: bool = False, key: str = ""
+) -> Answer:
+    opened: Any = [stream]
+    answer = Answer(streams, opened, 0.0, measured=False, keep=keep, key=key)
     streams.answers[answer] = streams.holders[answer] = None
     return answer
 
@@ -287,6 +294,46 @@ def test_what_all_answers_hold_is_bounded() -> None:
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
+def test_the_key_that_holds_most_gives_up_an_answer() -> None:
+    """The largest answer of all was ended: that of another key, if one had many smaller ones."""
+
+    async def run() -> None:
+        streams = _streams(SimpleNamespace(on_step=None), answers_bytes=100_000)
+        own = HandedOut()
+        answer = _answer(streams, own, keep=True, key="bob")
+        own.hand_out("x" * 5_000)
+        streams._poll_all()
+        many = [HandedOut() for _ in range(8)]
+        for stream in many:
+            _answer(streams, stream, keep=True, key="ann")
+            stream.hand_out("x" * 3_000)
+        streams._poll_all()
+        assert [stream.closed for stream in many].count(True) == 2 and not own.closed
+        assert answer.held_bytes > 20_000 and streams.held_bytes <= 100_000
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_logprobs_of_a_whole_answer_count_with_what_it_takes_to_write_them() -> None:
+    """357 bytes of each are taken at the end, and 128 were counted: 256 MiB of answers were more
+    than a gigabyte for a moment."""
+
+    async def run() -> None:
+        streams = _streams(SimpleNamespace(on_step=None))
+        for keep, least, most in ((True, 21 * 357, 21 * 600), (False, 20 * 100, 20 * 160)):
+            stream = HandedOut()
+            answer = _answer(streams, stream, keep=keep)
+            for _ in range(10):
+                stream.hand_out("x", alternatives=20)
+            streams._poll_all()
+            assert 10 * least < answer.held_bytes == streams.held_bytes < 10 * most
+            await answer.next(DEADLINE)
+            answer.close()
+            assert streams.held_bytes == 0
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
 def test_a_body_counts_until_it_is_parsed() -> None:
     """Bodies of many connections that wait for a thread to parse them were bounded by nothing."""
 
@@ -298,29 +345,87 @@ def test_a_body_counts_until_it_is_parsed() -> None:
             yield body[:50_000]
             yield body[50_000:]
 
-        async def parse(function: Callable[..., Any], *arguments: Any) -> Any:
-            counts.append(service.body_bytes)
+        async def parse(key: str, function: Callable[..., Any], *arguments: Any) -> Any:
+            assert key == ANYONE.name
+            counts.append(service.body_bytes.total())
             return function(*arguments)
 
         limits = Limits(bodies_bytes=len(body))
         service: Any = SimpleNamespace(
             limits=limits,
-            body_bytes=0,
+            strict=False,
+            body_bytes=collections.Counter(),
+            tenants=SimpleNamespace(need_keys=False),
             book=ConnectionBook(limits),
             streams=SimpleNamespace(run=parse),
         )
         request: Any = SimpleNamespace(
-            headers={"content-type": "application/json"}, stream=stream
+            headers={"content-type": "application/json"},
+            stream=stream,
+            scope={"state": {"call": Call("id", ANYONE)}},
         )
-        fields = await read_fields(request, service)
-        assert fields.text("prompt") == "x" * 100_000
-        assert counts == [len(body)] and service.body_bytes == 0
-        service.body_bytes = 1  # of another request
+        found = await read_body(request, service, lambda fields, _: fields.text("prompt"))
+        assert found == ("x" * 100_000, {})
+        assert counts == [len(body)] and not service.body_bytes
+        service.body_bytes["bob"] = 1  # of another request
         with pytest.raises(Problem) as caught:
-            await read_fields(request, service)
-        assert caught.value.code == "bodies_bytes" and service.body_bytes == 1
+            await read_body(request, service, lambda fields, _: None)
+        assert caught.value.code == "bodies_bytes" and service.body_bytes == {"bob": 1}
+        # One key with bodies that came slowly once kept those of all others out.
+        service.body_bytes.clear()
+        service.tenants.need_keys = True
+        with pytest.raises(Problem) as caught:
+            await read_body(request, service, lambda fields, _: None)
+        assert caught.value.code == "bodies_bytes" and not service.body_bytes
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_a_defect_is_logged_by_its_place_and_without_texts() -> None:
+    lines: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise ValueError("a secret of the prompt")
+
+    async def run() -> None:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        metrics = SimpleNamespace(note_request=lambda *_: None)
+        tenants = SimpleNamespace(find=lambda headers: ANYONE)
+        service: Any = SimpleNamespace(tenants=tenants, metrics=metrics, draining=False)
+        log: Any = SimpleNamespace(write=lambda *words, **facts: lines.append(facts))
+        scope: Any = {"type": "http", "method": "GET", "path": "/version", "headers": []}
+        receive: Any = None
+        await Guard(app, service, log, frozenset(), None)(scope, receive, send)
+        assert sent[0]["status"] == 500
+
+    asyncio.run(run())
+    assert lines[0]["error"] == "ValueError" and lines[0]["at"][0].endswith(" app")
+    assert lines[0]["at"][0].startswith("test_serve_parts.py:") and "secret" not in str(lines)
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "no space"), ValueError("closed")])
+def test_a_log_that_nobody_takes_ends_nothing(error: Exception) -> None:
+    """At SIGTERM it ended the drain: running answers were cut, and no KV was written."""
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    for as_json in (False, True):
+        Log(as_json, Gone()).write("info", "draining", answers=1)
+
+
+def _refuse(refused: list[weakref.ref[Problem]]) -> None:
+    problem = Problem(400, "no")
+    refused.append(weakref.ref(problem))
+    try:
+        raise problem
+    finally:
+        del problem
 
 
 def test_a_refusal_is_free_at_once() -> None:
@@ -328,12 +433,7 @@ def test_a_refusal_is_free_at_once() -> None:
     refused: list[weakref.ref[Problem]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        problem = Problem(400, "no")
-        refused.append(weakref.ref(problem))
-        try:
-            raise problem
-        finally:
-            del problem
+        _refuse(refused)
 
     async def run() -> None:
         tenants = SimpleNamespace(find=lambda headers: ANYONE)
@@ -414,6 +514,170 @@ def _without_collector() -> Any:
         yield
     finally:
         gc.enable()
+
+
+def test_a_client_that_leaves_before_its_request_is_with_the_engine() -> None:
+    """Its grammar was compiled, and its prompt computed for a step, for nobody."""
+    ended: list[str] = []
+
+    async def run() -> None:
+        async def submit(generation: Any, tenant: Tenant) -> None:
+            try:
+                await asyncio.sleep(DEADLINE)
+            except asyncio.CancelledError:
+                ended.append(tenant.name)
+                raise
+
+        async def receive() -> dict[str, str]:
+            await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        service: Any = SimpleNamespace(submit=submit)
+        generation = Generation([], {})
+        with pytest.raises(ClientGone):
+            await _submitted(receive, service, generation, Call("id", ANYONE))
+        await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+    assert ended == [ANYONE.name]
+
+
+@pytest.mark.parametrize(("tokens", "apart"), [(10, False), (1000, True)])
+def test_many_logprobs_are_written_beside_the_event_loop(tokens: int, apart: bool) -> None:
+    """16 answers of 6 000 tokens with 20 alternatives each held all streams for seconds."""
+    threads: list[threading.Thread] = []
+
+    class Whole(BrokenView):
+        def whole(self, result: Result) -> dict[str, Any]:
+            threads.append(threading.current_thread())
+            return {"object": "whole"}
+
+    async def run() -> None:
+        async def next_deltas(timeout: float) -> list[Any]:
+            return []
+
+        async def submit(generation: Any, tenant: Tenant) -> Any:
+            result = Result([1], [], Usage(1, 0, tokens))
+            return SimpleNamespace(
+                prompt_tokens=1, prompt_ids=[1], next=next_deltas, result=result, first_token=None
+            )
+
+        async def receive() -> Any:
+            await asyncio.sleep(DEADLINE)
+
+        turns = Turns(2)
+        service: Any = SimpleNamespace(
+            limits=Limits(),
+            prefill_endpoint=None,
+            submit=submit,
+            streams=turns,
+            finish=lambda *arguments: None,
+        )
+        request: Any = SimpleNamespace(
+            scope={"state": {"call": Call("id", ANYONE)}}, headers={}, receive=receive
+        )
+        generation = Generation([], {}, logprobs=20)
+        found = await answer(request, service, generation, Whole(), {})  # type: ignore[arg-type]
+        assert found.status == 200
+        turns.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+    assert (threads != [threading.main_thread()]) == apart
+
+
+# ---- Threads
+
+
+class Jobs:
+    """Work that ends when it is told to."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.begun: list[str] = []
+        self._turns = turns
+        self._ends: dict[str, threading.Event] = {}
+        self._changed = threading.Condition()
+
+    def ask(self, key: str, name: str) -> asyncio.Task[str]:
+        self._ends[name] = threading.Event()
+        return asyncio.create_task(self._turns.run(key, self._work, name, unwanted=self.unwanted))
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            self._ends[name].set()
+
+    def unwanted(self, result: str) -> None:
+        self.begun.append("unwanted " + result)
+
+    def _work(self, name: str) -> str:
+        with self._changed:
+            self.begun.append(name)
+            self._changed.notify_all()
+        assert self._ends[name].wait(DEADLINE)
+        return name
+
+    async def wait_begun(self, *names: str) -> None:
+        def wait() -> None:
+            with self._changed:
+                assert self._changed.wait_for(lambda: len(self.begun) >= len(names), DEADLINE)
+
+        await asyncio.to_thread(wait)
+        assert set(self.begun) == set(names)
+
+
+def test_long_work_of_a_key_leaves_a_thread_and_the_next_turn_to_others() -> None:
+    """Texts of 4 MiB at /tokenize, which nothing counts, once made all others wait for minutes."""
+
+    async def run() -> None:
+        turns = Turns(3)
+        jobs = Jobs(turns)
+        ann = [jobs.ask("ann", f"a{i}") for i in range(5)]
+        await jobs.wait_begun("a0", "a1")  # and no third one
+        bob = [jobs.ask("bob", f"b{i}") for i in range(2)]
+        await jobs.wait_begun("a0", "a1", "b0")
+        jobs.end("a0")  # "ann" waits for longer, and "bob" has fewer: its turn comes after hers
+        await jobs.wait_begun("a0", "a1", "b0", "a2")
+        jobs.end("a1")
+        await jobs.wait_begun("a0", "a1", "b0", "a2", "b1")
+        jobs.end("b0", "b1")
+        assert await asyncio.gather(*bob) == ["b0", "b1"]
+        jobs.end("a2", "a3")
+        turns.close()
+        *others, last = await asyncio.gather(*ann, return_exceptions=True)
+        assert others == ["a0", "a1", "a2", "a3"] and isinstance(last, errors.ClosedError)
+        with pytest.raises(errors.ClosedError):
+            await jobs.ask("cid", "c0")
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_work_that_nobody_waits_for_does_not_begin() -> None:
+    async def run() -> None:
+        turns = Turns(2)
+        jobs = Jobs(turns)
+        first, second, third = (jobs.ask("ann", name) for name in ("a", "b", "c"))
+        await jobs.wait_begun("a")
+        first.cancel()  # its result comes all the same
+        second.cancel()
+        await asyncio.wait((first, second))
+        jobs.end("a", "b", "c")
+        assert await third == "c" and sorted(jobs.begun) == ["a", "c", "unwanted a"]
+        turns.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_what_fails_in_a_thread_is_free_at_once() -> None:
+    refused: list[weakref.ref[Problem]] = []
+
+    async def run() -> None:
+        turns = Turns(2)
+        with contextlib.suppress(Problem):
+            await turns.run("ann", _refuse, refused)
+        turns.close()
+
+    with _without_collector():
+        asyncio.run(run())
+        assert [each() for each in refused] == [None]
 
 
 # ---- Grammars
@@ -620,6 +884,55 @@ def test_a_client_that_leaves_gives_up_its_turn() -> None:
             await fifth
         engine.go_on.release()
         assert (await fourth).handle.text == "d"
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_requests_that_come_together_share_a_grammar() -> None:
+    """Nine with one schema, before it was known: the ninth was told that its key has too many."""
+
+    async def run() -> None:
+        engine = SlowEngine()
+        queue = _queue(engine, grammars_per_key=1)
+        tasks = [_begin(queue, "ann", "a") for _ in range(9)]
+        await asyncio.sleep(0)
+        tasks.pop().cancel()  # the others go on waiting
+        with pytest.raises(Problem):
+            await _begin(queue, "ann", "b")
+        engine.go_on.release()
+        assert {(await task).handle.text for task in tasks} == {"a"} and engine.compiled == ["a"]
+        # Another key has a place of its own: it would wait for the turn of the first.
+        others = [_begin(queue, name, "c") for name in ("ann", "bob")]
+        engine.go_on.release()
+        assert [(await task).handle.text for task in others] == ["c", "c"]
+        assert engine.compiled == ["a", "c"] and not queue._turns
+        queue.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_a_turn_that_was_given_up_stops_no_other() -> None:
+    """One that gives up is in the queue until its task goes on: where its grammar was known by
+    then, nothing was compiled any more."""
+
+    async def run() -> None:
+        engine = SlowEngine()
+        queue = _queue(engine)
+        first = _begin(queue, "ann", "a")
+        same = asyncio.create_task(queue.compile(Grammar("regex", "a"), ("x",), "ann"))
+        other = _begin(queue, "bob", "b")
+        await asyncio.sleep(0)
+        (work,) = queue._turns["ann"]
+        queue._keep(work, CompiledGrammar(SimpleNamespace(text="a", bytes=lambda: 1000), ()))
+        work.done.cancel()  # as asyncio does, before the task that waits goes on
+        queue._running = None  # and in the same turn the first one ends
+        queue._begin_next()
+        assert queue._running is not None and queue._running.grammar.text == "b"
+        engine.go_on.release(2)
+        assert (await first).handle.text == "a" and (await other).handle.text == "b"
+        with pytest.raises(asyncio.CancelledError):
+            await same
+        queue.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
 

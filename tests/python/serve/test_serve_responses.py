@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import openai
@@ -86,12 +87,21 @@ def test_calls_are_items(scripted: Server) -> None:  # noqa: F811
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
     ],
 )
 def test_what_is_not_there_is_refused(server: Server, body: Any, param: str | None) -> None:
     body = {"input": "Hi", "max_output_tokens": 1, **body}
     status, _, found = server.request("POST", "/v1/responses", body)
     assert status == 400 and param in (None, found["error"]["param"])
+
+
+def test_what_was_cut_is_incomplete(server: Server) -> None:
+    found = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 3})
+    assert found["status"] == "incomplete"
+    assert [item["status"] for item in found["output"]] == ["incomplete"]
 
 
 def test_the_oldest_make_room() -> None:
@@ -122,6 +132,22 @@ def test_an_id_that_comes_twice_counts_once() -> None:
     assert kept.count == 1 and kept.bytes < 200
     kept.put("bob", "b", [{"content": "y"}])
     assert kept.get("ann", "a") and kept.get("bob", "b") == [{"content": "y"}]
+
+
+def test_what_is_kept_takes_the_memory_that_is_counted() -> None:
+    """Conversations of short messages once took seven times as much."""
+    kept = KeptResponses(Limits())
+    tracemalloc.start()
+    try:
+        for i in range(20):
+            kept.put("ann", str(i), [{"role": "user", "content": f"{n}"} for n in range(1000)])
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept.bytes > 500_000 and taken < 1.2 * kept.bytes
+    found = kept.get("ann", "3")
+    found.clear()  # the caller's own
+    assert len(kept.get("ann", "3")) == 1000
 
 
 def test_a_tenant_keeps_what_is_within_an_equal_part() -> None:

@@ -7,13 +7,26 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 import quire
+from quire.serve import anthropic_messages, openai_responses
+from quire.serve._streams import Delta
+from quire.serve.anthropic_messages import _MessageView
+from quire.serve.calls import Call as GuardedCall
+from quire.serve.fields import Fields
+from quire.serve.generation import Generation
+from quire.serve.grammars import read_wanted
+from quire.serve.limits import Limits
+from quire.serve.openai_responses import _Asked, _ResponseView
+from quire.serve.problems import Problem
+from quire.serve.tenants import ANYONE
 from quire.serve.tool_parser import PARSERS, Call, ToolParser, call_id, parser_of_template
+from quire.serve.tools import read_tools
 from scripted_model import ScriptedModel
 from server_process import Server, running
 
@@ -110,12 +123,16 @@ def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
         body = {"messages": MESSAGES, "tools": TOOLS}
         (choice,) = server.post("/v1/chat/completions", body)["choices"]
         plain = server.post("/v1/chat/completions", {"messages": MESSAGES})["choices"][0]
+        body = {"messages": MESSAGES, "tools": CLAUDE_TOOLS, "max_tokens": 99}
+        ended = server.post("/v1/messages", {**body, "stop_sequences": [' "Ber']})
     message = choice["message"]
     assert (message["content"], choice["finish_reason"]) == ("Well.", "tool_calls")
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Bergen"}'}
     assert len(call["id"]) == 9
     assert plain["message"]["content"] == 'Well.weather{"city": "Bergen"}'
+    # Where the text was cut is told by one that has the tags, too.
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", ' "Ber')
 
 
 # ---- Anthropic
@@ -162,7 +179,10 @@ def test_blocks_of_a_message(claude: anthropic.Anthropic) -> None:
     [
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+        # It would be the begin of the answer; as a turn of its own it is something else.
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "{"}]}, "is not supported"),
         ({"tools": CLAUDE_TOOLS, "tool_choice": {"type": "some"}}, "tool_choice.type"),
     ],
 )
@@ -171,6 +191,51 @@ def test_errors_in_anthropics_form(scripted: Server, body: Any, words: str) -> N
     status, _, found = scripted.request("POST", "/v1/messages", body)
     assert status == 400 and found["type"] == "error"
     assert found["error"]["type"] == "invalid_request_error" and words in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("read", "schema", "place"),
+    [
+        (openai_responses._read_tools, "parameters", "tools[0].parameters"),
+        (anthropic_messages._read_tools, "input_schema", "tools[0].input_schema"),
+    ],
+)
+def test_errors_of_tools_name_the_fields_of_their_api(read: Any, schema: str, place: str) -> None:
+    """They named those of /v1/chat/completions: tools[0].function.parameters."""
+    service: Any = SimpleNamespace(limits=Limits(), tool_parser="hermes", template="")
+
+    def param(**tool: Any) -> str | None:
+        with pytest.raises(Problem) as caught:
+            read(Fields({"tools": [tool]}), service, None)
+        return caught.value.param
+
+    wrong = {schema: {"type": "array"}, "strict": True}
+    assert param(name="f", **wrong) == place
+    assert param(name="not a name") == "tools[0]"
+    assert param(name="f", description=1) == "tools[0].description"
+
+
+def test_unknown_fields_within_others_are_named() -> None:
+    schema = {"name": "n", "schema": {"type": "object"}, "a": 1}
+    function = {"name": "f", "parameters": {"x-mine": 1}, "c": 1}
+    fields = Fields(
+        {
+            "response_format": {"type": "json_schema", "json_schema": schema, "b": 1},
+            "tools": [{"type": "function", "function": function, "d": 1}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}, "e": 1},
+        }
+    )
+    assert read_wanted(fields) is not None
+    assert read_tools(fields, Limits(), "hermes", "", None) is not None
+    assert sorted(fields.unknown()) == [
+        "response_format.b",
+        "response_format.json_schema.a",
+        "tool_choice.e",
+        "tools[0].d",
+        "tools[0].function.c",
+    ]
+    fields = Fields({"structured_outputs": {"regex": "a", "f": 1}, "g": None})
+    assert read_wanted(fields) is not None and fields.unknown() == ["structured_outputs.f"]
 
 
 # ---- The parser
@@ -283,6 +348,55 @@ def test_random_texts_do_not_depend_on_the_cuts(kind: str) -> None:
         parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
         assert parse(kind, parts) == expected, (text, parts)
     assert called > 50
+
+
+def _stream_of(view: Any, texts: list[str]) -> list[dict[str, Any]]:
+    """The events of an answer that comes in these pieces."""
+    deltas = [Delta(0, text) for text in texts]
+    deltas[-1].finish_reason = "stop"
+    parts = [part for delta in deltas for part in view.step([delta])]
+    return [json.loads(part.split(b"data: ", 1)[1]) for part in parts]
+
+
+def _tool_generation() -> Generation:
+    return Generation([[]], {}, tool_parser="hermes")
+
+
+TAIL_AND_TEXT = ['<tool_call>{"name": "f", "arguments": {"a": 1', "}}</tool_call> and text"]
+
+
+def test_the_end_of_a_call_and_text_may_come_at_once() -> None:
+    """As with guesses, or where the client is slower than the engine. Text came first then: the
+    arguments went to an item that is no call."""
+    service: Any = SimpleNamespace(facts=SimpleNamespace(names=("tiny",)))
+    call = GuardedCall("id", ANYONE)
+    asked = _Asked(service, _tool_generation(), [], [], store=False, echo={})
+    asked.call = call
+    response = _ResponseView(asked)
+    found = _stream_of(response, TAIL_AND_TEXT)
+    ended = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in ended] == ["function_call"]
+    assert ended[0]["arguments"] == '{"a": 1}'
+    last = json.loads(b"".join(response._end_item()).rsplit(b"data: ", 1)[1])["item"]
+    assert last["content"][0]["text"] == " and text"
+
+    found = _stream_of(_MessageView(service, call, _tool_generation()), TAIL_AND_TEXT)
+    blocks = [event["content_block"]["type"] for event in found if "content_block" in event]
+    assert blocks == ["tool_use", "text"]
+    deltas = [(event["index"], event["delta"]) for event in found if "delta" in event]
+    arguments = [delta["partial_json"] for index, delta in deltas if index == 0]
+    assert "".join(arguments) == '{"a": 1}'
+    assert deltas[-1] == (1, {"type": "text_delta", "text": " and text"})
+
+
+def test_a_whole_message_has_the_blocks_of_its_stream() -> None:
+    service: Any = SimpleNamespace(facts=SimpleNamespace(names=("tiny",)))
+    view = _MessageView(service, GuardedCall("id", ANYONE), _tool_generation())
+    text = "first " + "".join(TAIL_AND_TEXT)
+    sample = quire.engine.Sample([1], text, finish_reason="length")
+    whole = view.whole(quire.Result([1], [sample], quire.Usage(1, 0, 1), None))
+    assert [block["type"] for block in whole["content"]] == ["text", "tool_use", "text"]
+    assert whole["content"][1]["input"] == {"a": 1}
 
 
 def test_arguments_are_passed_on_at_once() -> None:

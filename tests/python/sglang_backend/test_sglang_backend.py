@@ -400,6 +400,23 @@ def test_clear_removes_the_pages_of_this_rank(opened: Callable[..., Rank]) -> No
     assert _loaded(ranks[0], [1, 2]) == [True, False]
 
 
+def test_what_a_call_beside_clear_has_kept_is_gone(
+    opened: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when weights are updated while another thread of SGLang asks."""
+    rank = opened()
+    _store(rank, [1])
+    clear = quire.ChunkStore.clear
+
+    def asked_meanwhile(*args: Any, **options: Any) -> int:
+        assert rank.backend.batch_exists([_key(1)]) == 1
+        return clear(*args, **options)
+
+    monkeypatch.setattr(quire.ChunkStore, "clear", asked_meanwhile)
+    rank.backend.clear()
+    assert _loaded(rank, [1]) == [False]
+
+
 # ---- Creation
 
 
@@ -412,7 +429,9 @@ def test_clear_removes_the_pages_of_this_rank(opened: Callable[..., Rank]) -> No
         ({"load_timeout": float("nan")}, "load_timeout is nan"),
         ({"store_timeout": "soon"}, "store_timeout must be a number"),
         ({"key": "secret"}, "key_file"),
-        ({"model": 3}, "model must be a text"),
+        ({"model": 3}, "the extra config: model must be a text, not int"),
+        ({"revision": None}, "the extra config: revision must be a text, not NoneType"),
+        ({"key_file": 5}, "the extra config: key_file must be a text, not int"),
         ({"model": ""}, "no name of the model"),
         ({"disk_bytes": -1}, "disk"),
         ({"fetch_bytes": 100}, "fetch_bytes is 100; a page takes"),

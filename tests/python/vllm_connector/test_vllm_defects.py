@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("torch")
 
 import quire
+from fake_kernel import KERNELS
 from fake_vllm import BLOCK, ONE_GROUP, FakeGroup, FakeRequest, WrongBytes, WrongReport
-from quire.vllm import _arena, _blocks, _groups, _plan, _scheduler, _worker, connector
-from vllm_pair import PROMPT, Pair, fake_passport, walk
+from quire.vllm import _arena, _blocks, _groups, _parts, _plan, _scheduler, _worker
+from vllm_pair import PROMPT, STATES, NothingFound, Pair, fake_passport, walk
 
 passport = pytest.fixture(autouse=True)(fake_passport)
 
@@ -127,7 +128,7 @@ def _end_without(*, frees: bool, waits: bool) -> Callable[[Any], None]:
         if waits:
             copy.event.synchronize()
         if copy.put is not None:
-            copy.put(side._staging.memory, [copy.slot])
+            copy.put(side._staging.memory, side._staged(copy.slot))
         if frees:
             side._free.append(copy.slot)
 
@@ -135,10 +136,12 @@ def _end_without(*, frees: bool, waits: bool) -> Callable[[Any], None]:
 
 
 def _failure(folder: Path, **options: Any) -> AssertionError | None:
-    """Of the first walk that fails."""
+    """The first walk that fails; a defect may also leave a walk nothing to find."""
     for seed in range(48):
         try:
             walk(seed, folder / str(seed), **options)
+        except NothingFound:
+            continue
         except AssertionError as error:
             return error
     return None
@@ -208,6 +211,32 @@ def test_a_walk_over_a_late_device_notices(
     assert isinstance(error, WrongBytes), f"{defect.__name__}: {error!r}"
 
 
+def _order_wrong(patch: Patch) -> None:
+    """Two elements of each block are taken for each other."""
+    real = _worker.learn_order
+
+    def learn(*place: Any) -> Any:
+        order = real(*place)
+        first, last = order.key.offsets[[0, -1]]
+        order.key.offsets[[0, -1]] = last, first
+        return order
+
+    patch.setattr(_worker, "learn_order", learn)
+
+
+def test_a_wrong_order_is_not_used(tmp_path: Path, monkeypatch: Patch) -> None:
+    _order_wrong(monkeypatch)
+    pair = Pair({"directory": str(tmp_path)}, kernel=KERNELS[3])
+    assert pair.worker.get_handshake_metadata() is None
+    pair.close()
+
+
+def test_without_its_check_a_walk_notices(tmp_path: Path, monkeypatch: Patch) -> None:
+    _order_wrong(monkeypatch)
+    monkeypatch.setattr(_worker, "check_order", lambda *_: None)
+    assert isinstance(_failure(tmp_path, has_kernels=True), WrongBytes)
+
+
 def _window_too_short(patch: Patch) -> None:
     """The first chunk that reaches into the window is left out."""
     real = _groups.KvGroup.first_needed
@@ -224,12 +253,17 @@ def _groups_are_mixed(patch: Patch) -> None:
 
 
 def _workers_are_mixed(patch: Patch) -> None:
-    real = connector.passport_of
+    real = _parts.passport_of
 
     def passport_of(*args: Any, **kwargs: Any) -> dict[str, Any]:
         return {**real(*args, **kwargs), "shard": "canonical"}
 
-    patch.setattr(connector, "passport_of", passport_of)
+    patch.setattr(_parts, "passport_of", passport_of)
+
+
+def _stages_are_mixed(patch: Patch) -> None:
+    _workers_are_mixed(patch)
+    _groups_are_mixed(patch)
 
 
 def _loss_not_reported(patch: Patch) -> None:
@@ -247,30 +281,70 @@ _TWO_WINDOWS = (FakeGroup(window=6), FakeGroup(), FakeGroup(window=6))
 
 
 @pytest.mark.parametrize(
-    ("defect", "groups", "ranks", "failure"),
+    ("defect", "groups", "workers", "failure"),
     [
-        (_window_too_short, _HYBRID, 1, WrongBytes),
-        (_groups_are_mixed, _TWO_WINDOWS, 1, WrongBytes),
-        (_workers_are_mixed, ONE_GROUP, 2, WrongBytes),
-        (_workers_are_mixed, _HYBRID, 2, WrongBytes),
-        (_loss_not_reported, _HYBRID, 1, WrongBytes),
-        (_loss_not_reported, ONE_GROUP, 2, WrongBytes),
-        (_end_not_reported, _HYBRID, 1, AssertionError),
-        (_report_lost, ONE_GROUP, 2, WrongReport),
-        (_lease_not_ended, _HYBRID, 2, AssertionError),
+        (_window_too_short, _HYBRID, (1, 1), WrongBytes),
+        (_groups_are_mixed, _TWO_WINDOWS, (1, 1), WrongBytes),
+        (_workers_are_mixed, ONE_GROUP, (2, 1), WrongBytes),
+        (_workers_are_mixed, _HYBRID, (2, 1), WrongBytes),
+        (_stages_are_mixed, ONE_GROUP, (1, 2), WrongBytes),
+        (_loss_not_reported, _HYBRID, (1, 1), WrongBytes),
+        (_loss_not_reported, ONE_GROUP, (2, 1), WrongBytes),
+        (_loss_not_reported, ONE_GROUP, (1, 2), WrongBytes),
+        (_end_not_reported, _HYBRID, (1, 1), AssertionError),
+        (_report_lost, ONE_GROUP, (2, 1), WrongReport),
+        (_lease_not_ended, _HYBRID, (2, 1), AssertionError),
+        (_lease_not_ended, ONE_GROUP, (1, 2), AssertionError),
     ],
 )
 def test_a_walk_over_groups_and_workers_notices(
     defect: Callable[[Patch], None],
     groups: tuple[FakeGroup, ...],
-    ranks: int,
+    workers: tuple[int, int],
     failure: type[AssertionError],
     tmp_path: Path,
     monkeypatch: Patch,
 ) -> None:
     defect(monkeypatch)
-    error = _failure(tmp_path, apart=True, staged=False, groups=groups, ranks=ranks)
+    ranks, stages = workers
+    error = _failure(
+        tmp_path, apart=True, staged=False, groups=groups, ranks=ranks, stages=stages
+    )
     assert isinstance(error, failure), f"{defect.__name__}: {error!r}"
+
+
+def _states_of_other_tokens_are_saved(patch: Patch) -> None:
+    """Of the last token of any step."""
+
+    class Plan(_plan.SavePlan):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.ends_there = True
+
+    patch.setattr(_scheduler, "SavePlan", Plan)
+
+
+def _prompts_in_small_steps(folder: Path) -> None:
+    """Steps end at 3, 6 and 8 tokens: the first block has the state behind 3 tokens when its chunk
+    is full."""
+    pair = Pair({"directory": str(folder)}, groups=STATES[0])
+    pair.engine.budget = 3
+    pair.generate(PROMPT[:9])
+    assert pair.generate(PROMPT[:9]).external == 8
+    assert pair.generate(PROMPT[:5]).external == 0
+    pair.close()
+
+
+def test_states_of_other_tokens_are_noticed(tmp_path: Path, monkeypatch: Patch) -> None:
+    _prompts_in_small_steps(tmp_path / "right")
+    _states_of_other_tokens_are_saved(monkeypatch)
+    with pytest.raises(WrongBytes):
+        _prompts_in_small_steps(tmp_path / "wrong")
+
+
+def test_a_walk_over_states_notices(tmp_path: Path, monkeypatch: Patch) -> None:
+    _groups_are_mixed(monkeypatch)
+    assert isinstance(_failure(tmp_path, groups=STATES[1], staged=False), WrongBytes)
 
 
 def _two_requests_of_one_slot(pair: Pair) -> None:
@@ -291,8 +365,8 @@ def _stored(folder: Path) -> Pair:
 
 
 def _lease_dropped_early(patch: Patch) -> None:
-    """A slot is free for others as soon as it is leased. Both requests are promised in one step,
-    however slow the disk is."""
+    """A slot is free for others as soon as it is leased. Schedulers that are made from now on
+    promise both requests in one step, however slow the disk is."""
     patch.setattr(_scheduler, "_POLL_SECONDS", 10.0)
     real = _arena.Arena.lease
 
@@ -307,8 +381,8 @@ def _lease_dropped_early(patch: Patch) -> None:
 def test_a_lease_that_is_dropped_early_is_found_out_by_its_number(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    pair = _stored(tmp_path)
     _lease_dropped_early(monkeypatch)
+    pair = _stored(tmp_path)
     _two_requests_of_one_slot(pair)
     assert pair.stats()["failed_loads"] == 1
     assert pair.engine.refused_blocks == 1
@@ -318,8 +392,8 @@ def test_a_lease_that_is_dropped_early_is_found_out_by_its_number(
 def test_without_its_number_it_would_be_read_as_another_chunk(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    pair = _stored(tmp_path)
     _lease_dropped_early(monkeypatch)
+    pair = _stored(tmp_path)
     monkeypatch.setattr(
         _arena.ArenaView,
         "layer",

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from fake_kernel import KERNELS, FakeKernel
 from fake_vllm import BLOCK, BYTES, LAYERS, FakeRequest, FakeVllm
 from vllm_pair import PROMPT, Pair, fake_passport, sides
 from vllm_worker_process import WorkerProcess, shared_layers
@@ -23,18 +24,23 @@ _BLOCKS = 40
 class Processes(Pair):
     """The scheduler here, its worker in another process."""
 
-    def __init__(self, extra: dict[str, Any], memory: Path) -> None:
-        self._extra, self._memory = extra, memory
+    def __init__(
+        self, extra: dict[str, Any], memory: Path, kernel: FakeKernel | None = None
+    ) -> None:
+        self._extra, self._memory, self._kernel = extra, memory, kernel
         memory.mkdir(exist_ok=True)
-        (self.scheduler,) = sides(extra, _BLOCKS, "SCHEDULER")
+        (self.scheduler,) = sides(extra, _BLOCKS, "SCHEDULER", kernel=kernel)
         self.counts = {}
         self.start_worker()
 
     def start_worker(self) -> None:
         """A worker, and vLLM's queues, from the start."""
-        self.workers: list[Any] = [WorkerProcess(self._extra, _BLOCKS, self._memory)]
+        self.workers: list[Any] = [
+            WorkerProcess(self._extra, _BLOCKS, self._memory, self._kernel)
+        ]
         layers = shared_layers(self._memory, _BLOCKS)
-        self.engine = FakeVllm(self.scheduler, self.workers, [[layers]])
+        kernel = self._kernel or FakeKernel("rows")
+        self.engine = FakeVllm(self.scheduler, self.workers, [[layers]], kernel=kernel)
 
     @property
     def arena(self) -> Any:
@@ -46,12 +52,15 @@ class Processes(Pair):
         assert self.worker.join() == 0
 
 
-def test_two_processes_load_and_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", [(None, None), KERNELS[2:4]], ids=["opaque", "canonical"])
+def test_two_processes_load_and_save(
+    kernels: tuple[FakeKernel | None, FakeKernel | None], tmp_path: Path
+) -> None:
     extra = {"directory": str(tmp_path / "kv")}
-    first = Processes(extra, tmp_path / "memory")
+    first = Processes(extra, tmp_path / "memory", kernels[0])
     first.generate(PROMPT)
     first.close()
-    second = Processes(extra, tmp_path / "memory")
+    second = Processes(extra, tmp_path / "memory", kernels[1])
     rng = random.Random(1)
     hits = second.generate(PROMPT).external
     assert hits == 12

@@ -76,6 +76,144 @@ def test_a_request_may_skip_expire_and_pin(tmp_path: Path) -> None:
     pair.close()
 
 
+def _image(identifier: str, offset: int = 5, length: int = 6) -> Any:
+    place = types.SimpleNamespace(offset=offset, length=length)
+    return types.SimpleNamespace(identifier=identifier, mm_position=place)
+
+
+def test_images_are_a_part_of_the_key(tmp_path: Path) -> None:
+    """By their digests and places, from the chunk on that they begin in: ids are placeholders."""
+    pair = Pair({"directory": str(tmp_path)})
+
+    def found(*images: Any) -> int:
+        pair.flush()
+        answer = pair.generate(PROMPT, mm_features=list(images))
+        return answer.external
+
+    assert found(_image("a")) == 0
+    assert found(_image("a")) == 12
+    assert found(_image("b")) == 4, "the chunk before it"
+    assert found(_image("b")) == 12
+    assert found(_image("a", offset=6)) == 4
+    assert found(_image("a", offset=5, length=2)) == 8, "the tokens behind it are others'"
+    assert found() == 4
+    assert found(_image("a", 0, 2), _image("b", 2, 2)) == 0
+    assert found(_image("b", 0, 2), _image("a", 2, 2)) == 0, "in another order"
+    pair.close()
+
+
+def test_a_prompt_of_embeddings_has_nothing_to_do_with_the_store(tmp_path: Path) -> None:
+    """Where vLLM takes them beside ids, all embeddings have one id, which says nothing of them."""
+    pair = Pair({"directory": str(tmp_path)})
+    pair.generate(PROMPT, prompt_embeds="an array")
+    pair.flush()
+    assert pair.generate(PROMPT).external == 0, "nothing was saved"
+    pair.flush()
+    assert pair.generate(PROMPT, prompt_embeds="another array").external == 0
+    assert pair.generate(PROMPT).external == 12
+    pair.close()
+
+
+def test_a_request_that_computes_its_whole_prompt_is_not_looked_for(tmp_path: Path) -> None:
+    """As vLLM does for logits of the prompt; what the connector found it would not take."""
+    pair = Pair({"directory": str(tmp_path)})
+    request = pair.generate(PROMPT, skip_reading_prefix_cache=True)
+    assert "lookups" not in pair.stats() and request.external == 0
+    pair.flush()
+    assert pair.generate(PROMPT).external == 12, "it is saved"
+    pair.close()
+
+
+def test_a_request_of_the_same_name_takes_the_place_of_the_other(
+    tmp_path: Path, apart: bool
+) -> None:
+    """What was promised to that one holds no memory any more."""
+    _stored(tmp_path)
+    pair = Pair({"directory": str(tmp_path)}, apart=apart)
+    scheduler, request = pair.scheduler, FakeRequest("r", PROMPT, 2)
+    scheduler.on_new_request(request)
+    while scheduler.get_num_new_matched_tokens(request, 0)[0] is None:
+        pass
+    before = scheduler._scheduler._requests["r"]
+    assert before.promise.border == 3
+    scheduler.on_new_request(request)
+    assert before.promise is None and before.lookup is None
+    for arena in scheduler._scheduler._arenas or ():
+        assert arena.free_count == arena.slot_count
+    pair.close()
+
+
+@pytest.mark.parametrize("more", [0, 12], ids=["not taken", "in vLLM by now"])
+def test_what_vllm_does_not_take_holds_no_memory(tmp_path: Path, apart: bool, more: int) -> None:
+    """While its request runs."""
+    _stored(tmp_path)
+    pair = Pair({"directory": str(tmp_path)}, apart=apart)
+    scheduler, request = pair.scheduler, FakeRequest("r", PROMPT, 2)
+    scheduler.on_new_request(request)
+    while (found := scheduler.get_num_new_matched_tokens(request, 0)[0]) is None:
+        pass
+    assert found == 12
+    if more:
+        assert scheduler.get_num_new_matched_tokens(request, more) == (0, False)
+    blocks = types.SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],))
+    scheduler.update_state_after_alloc(request, blocks, 0)
+    assert scheduler._scheduler._requests["r"].lookup is None
+    for arena in scheduler._scheduler._arenas or ():
+        assert arena.free_count == arena.slot_count
+    pair.close()
+
+
+def test_a_step_waits_for_the_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests are looked for; running ones would wait for the sum."""
+    pair = Pair({"directory": str(tmp_path)})
+    waited: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(quire.ChunkFetch, "wait", lambda _, seconds: bool(waited.append(seconds)))
+        for i in range(5):
+            pair.engine.add(FakeRequest(f"r{i}", [i, *PROMPT], 1))
+        for _ in range(3):
+            pair.engine.step()
+    assert len(waited) == 15
+    assert [bool(each) for each in waited] == [True, False, False, False, False] * 3
+    pair.run()
+    pair.close()
+
+
+def test_a_load_that_no_worker_took_ends_with_the_scheduler(tmp_path: Path) -> None:
+    """As where vLLM fails between the two."""
+    _stored(tmp_path)
+    pair = Pair({"directory": str(tmp_path)})
+    pair.engine.add(FakeRequest("r", PROMPT, 2))
+    while not _scheduler.fetches_in_flight:
+        output, _ = pair.engine._schedule()
+        pair.scheduler.build_connector_meta(output)
+    pair.close()
+    assert not _scheduler.fetches_in_flight
+
+
+def test_a_save_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair({"directory": str(tmp_path)}, blocks=80)
+    real = quire.ChunkSpace.wanted
+
+    def wanted(space: Any, tokens: Any, **options: Any) -> Any:
+        if tokens[0] == 0:
+            raise OSError("broken")
+        return real(space, tokens, **options)
+
+    monkeypatch.setattr(quire.ChunkSpace, "wanted", wanted)
+    pair.engine.budget = 200
+    prompts = [[i, *PROMPT] for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        pair.engine.add(FakeRequest(f"r{i}", prompt, 1))
+    pair.run()
+    pair.flush()
+    assert [pair.generate(each, 1).external for each in prompts] == [0, 12, 12]
+    assert pair.stats()["errors"] >= 1
+    pair.close()
+
+
 def test_one_flipped_bit_is_a_miss_and_is_repaired(tmp_path: Path, apart: bool) -> None:
     first = Pair({"directory": str(tmp_path)}, apart=apart)
     first.generate(PROMPT)
@@ -200,6 +338,22 @@ def test_shared_memory_that_is_full_or_lost_is_a_miss(
     small.close()
 
 
+def test_a_request_without_room_is_counted_once(tmp_path: Path) -> None:
+    """However often it is looked for: vLLM has a chunk itself, and then has it no more."""
+    _stored(tmp_path)
+    pair = Pair({"directory": str(tmp_path), "shared_bytes": 2 * 32}, apart=True)
+    request = FakeRequest("r", PROMPT, 1)
+    pair.scheduler.on_new_request(request)
+    for computed in (4, 0):
+        found = None
+        while found is None:
+            found, _ = pair.scheduler.get_num_new_matched_tokens(request, computed)
+        assert found == 4, "one slot"
+    assert pair.stats()["lookups"] == 2
+    assert pair.stats()["no_room"] == 1
+    pair.close()
+
+
 def test_failures_never_reach_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair({"directory": str(tmp_path)})
     pair.generate(PROMPT)
@@ -215,6 +369,8 @@ def test_failures_never_reach_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (quire.ChunkFetch, "scatter"),
         (_scheduler.SchedulerSide, "allocated"),
         (_scheduler.SchedulerSide, "finish"),
+        (_scheduler.SchedulerSide, "_load"),
+        (_scheduler.SchedulerSide, "_save"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
@@ -299,6 +455,19 @@ def test_the_passport_names_the_gpu_and_what_computes_on_it(
     assert found[1].endswith("/bfloat16/auto/none/FLASH_ATTN")
     assert layout("FLASH_ATTN", "NVIDIA H200") != found != layout("FLASHINFER")
     assert layout("FLASH_ATTN", block=32)[0] != found[0]
+
+
+def test_a_kernel_may_have_smaller_blocks_than_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _stored(tmp_path)
+    monkeypatch.setattr(FakeGroup, "registered", lambda _, memory: memory.view(-1, BLOCK // 2, 8))
+    pair = Pair({"directory": str(tmp_path)})
+    assert pair.generate(PROMPT).external == 12
+    assert pair.generate([*PROMPT[:9], 6, 6, 6, 6]).external == 8
+    assert pair.generate([*PROMPT[:9], 6, 6, 6, 6]).external == 12
+    assert "errors" not in pair.stats()
+    pair.close()
 
 
 def _heard(pair: Pair) -> set[tuple[str, int]]:
@@ -513,7 +682,7 @@ def test_one_worker_that_fails_is_enough(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("MambaSpec", "is of kind MambaSpec"),
+        ("CrossAttentionSpec", "is of kind CrossAttentionSpec"),
         ("ChunkedLocalAttentionSpec", "is of kind ChunkedLocalAttentionSpec"),
     ],
 )
@@ -527,9 +696,16 @@ def test_kinds_of_kv_that_it_cannot_keep_are_named(kind: str, message: str) -> N
         QuireConnector(vllm_config, "WORKER", kv_cache_config)
 
 
-def test_pipeline_parallel_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"decode_context_parallel_size": 2}, "2 workers by context parallel"),
+        ({"prefill_context_parallel_size": 2, "tensor_parallel_size": 1}, "by context parallel"),
+        ({"nnodes": 2}, "the workers are on 2 hosts; it takes one"),
+    ],
+)
+def test_workers_that_it_cannot_serve_are_refused(changed: dict[str, int], message: str) -> None:
     vllm_config, kv_cache_config = config({"ram_bytes": 1 << 20}, 8, ranks=2)
-    vllm_config.parallel_config.tensor_parallel_size = 1
-    vllm_config.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(quire.BadArgumentError, match="tensor parallel alone"):
+    vars(vllm_config.parallel_config).update(changed)
+    with pytest.raises(quire.BadArgumentError, match=message):
         QuireConnector(vllm_config, "WORKER", kv_cache_config)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fake_kernel import FakeKernel, bind_caches
 from fake_vllm import BLOCK, BYTES, LAYER_NAMES
 
 __all__ = ["WorkerProcess", "shared_layers"]
@@ -19,6 +20,7 @@ _CALLS = (
     "wait_for_layer_load",
     "wait_for_save",
     "get_block_ids_with_load_errors",
+    "get_handshake_metadata",
     "get_transfer_results",
     "build_connector_worker_meta",
     "bind_connector_metadata",
@@ -39,12 +41,19 @@ def shared_layers(folder: Path, blocks: int) -> list[torch.Tensor]:
     ]
 
 
-def _serve(calls: Connection, extra: dict[str, Any], blocks: int, memory: Path) -> None:
+def _serve(
+    calls: Connection,
+    extra: dict[str, Any],
+    blocks: int,
+    memory: Path,
+    kernel: FakeKernel | None,
+) -> None:
     from vllm_pair import sides
 
-    (worker,) = sides(extra, blocks, "WORKER")
-    layers = shared_layers(memory, blocks)
-    worker.register_kv_caches(dict(zip(LAYER_NAMES, layers, strict=True)))
+    (worker,) = sides(extra, blocks, "WORKER", kernel=kernel)
+    caches = dict(zip(LAYER_NAMES, shared_layers(memory, blocks), strict=True))
+    bind_caches(worker, caches)
+    worker.register_kv_caches(caches)
     calls.send(None)
     while True:
         name, arguments = calls.recv()
@@ -59,10 +68,12 @@ class WorkerProcess:
     """Answers FakeVllm's calls by those of a worker in another process, which has mapped the same
     memory. dies_before: a call in place of which the process is killed."""
 
-    def __init__(self, extra: dict[str, Any], blocks: int, memory: Path) -> None:
+    def __init__(
+        self, extra: dict[str, Any], blocks: int, memory: Path, kernel: FakeKernel | None = None
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._calls, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, extra, blocks, memory))
+        self._process = context.Process(target=_serve, args=(theirs, extra, blocks, memory, kernel))
         self._process.start()
         theirs.close()
         self._calls.recv()

@@ -39,16 +39,20 @@ async function ask(path, body, signal) {
 async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    held += value;
-    const parts = held.split("\n\n");
-    held = parts.pop();
-    for (const part of parts) {
-      if (part === "data: [DONE]") return;
-      if (part.startsWith("data: ")) yield JSON.parse(part.slice(6));
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      held += value;
+      const parts = held.split("\n\n");
+      held = parts.pop();
+      for (const part of parts) {
+        if (part === "data: [DONE]") return;
+        if (part.startsWith("data: ")) yield JSON.parse(part.slice(6));
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {});  // the connection of one that is left would stay open
   }
 }
 
@@ -101,11 +105,12 @@ async function answer() {
   at("stop").hidden = false;
   const item = show("assistant", "");
   const begin = performance.now();
+  const conversation = messages;  // another one may begin meanwhile
   let first = 0;
   try {
-    const body = { messages, stream: true, stream_options: { include_usage: true } };
+    const body = { messages: conversation, stream: true, stream_options: { include_usage: true } };
     const response = await ask("v1/chat/completions", body, answering.signal);
-    prefix = response.headers.get("x-quire-prefix") || prefix;
+    if (conversation === messages) prefix = response.headers.get("x-quire-prefix") || prefix;
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
       for (const choice of event.choices) {
@@ -120,7 +125,8 @@ async function answer() {
     if (error.status === 401) askForKey("The key is not valid.");
     if (error.name !== "AbortError") show("error", error.message);
   } finally {
-    messages.push({ role: "assistant", content: item.textContent });
+    const text = item.textContent;
+    if (text) conversation.push({ role: "assistant", content: text });
     answering = null;
     at("send").disabled = false;
     at("stop").hidden = true;

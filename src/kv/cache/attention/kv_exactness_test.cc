@@ -14,11 +14,8 @@
 #include <utility>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "base/random.h"
+#include "base/testing/host_float_environment.h"
 #include "kv/testing/kv_test_forward.h"
 
 namespace quire {
@@ -389,20 +386,6 @@ TEST_P(KVExactness, AnOutputInTheLayersDtypeIsTheFloatOutputRounded) {
   }
 }
 
-#if defined(__x86_64__)
-
-// Sets flush-to-zero and denormals-are-zero, as hosts that want speed do, and rounding upwards,
-// which any thread may.
-class OtherFloatEnvironment {
- public:
-  OtherFloatEnvironment() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlags); }
-  ~OtherFloatEnvironment() { _mm_setcsr(before_); }
-  static constexpr unsigned kFlags = 0x8000 | 0x0040 | 0x4000;
-
- private:
-  unsigned before_;
-};
-
 // Values so small that flushing them would show. Made before any flags are set: the product is one
 // of those.
 std::vector<TokenInputs> SmallInputs(const AttentionKVCacheOptions& options) {
@@ -455,13 +438,13 @@ TEST_P(KVExactness, ACallerWithAnotherFloatEnvironment) {
     AttentionKVCacheOptions options = Options();
     Outputs outputs;
     {
-      const OtherFloatEnvironment other;
+      // As hosts that want speed have it, and rounding upwards, which any thread may.
+      const HostFloatEnvironment host(kFlushSubnormals | kRoundUpward);
       options.runner = CreateThreadPool(workers).value();  // its threads inherit the caller's flags
       const auto cache = MakeTestCache(options);
       ASSERT_TRUE(cache->AddSequence(0).ok());
       outputs = RunInputs(*cache, options.layers, inputs);
-      EXPECT_EQ(_mm_getcsr() & OtherFloatEnvironment::kFlags, OtherFloatEnvironment::kFlags)
-          << "not put back";
+      EXPECT_TRUE(host.IsInForce()) << "not put back";
       ASSERT_TRUE(cache->AddSequence(1).ok());
       ExtendInPieces(*cache, 1, 0, {120, 1}, "another environment");
     }
@@ -471,8 +454,6 @@ TEST_P(KVExactness, ACallerWithAnotherFloatEnvironment) {
     }
   }
 }
-
-#endif  // defined(__x86_64__)
 
 std::vector<Parameters> AllParameters() {
   std::vector<Parameters> all;

@@ -9,6 +9,7 @@
 #include <array>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -56,8 +57,11 @@ class RecordingSink final : public LayerSink {
   };
   std::vector<Range> ranges;
   std::vector<Record> records;
+  bool holds = false;
+  std::vector<SendRange> held;  // if it holds
 
   Status OnLayerAppended(int64_t layer, std::span<const SendRange> given) override {
+    if (holds) held.insert(held.end(), given.begin(), given.end());
     for (const SendRange& r : given) {
       ranges.push_back({layer, r.first_position, r.first_row, r.count, r.peer, r.local_head,
                         r.remote_head, r.head_count, r.epoch,
@@ -377,6 +381,24 @@ TEST(KVTransfer, BadPartsAndDigestsAreRefused) {
   ASSERT_TRUE(transfer.DisaggCommitRecv(map.epoch, 8).ok());
 }
 
+TEST(KVTransfer, APartWithoutADigestIsWhatItsChannelHasChecked) {
+  const auto cache = MakeTestCache(MakeOptions());
+  ASSERT_TRUE(cache->AddSequence(0).ok());
+  KVTransfer& transfer = *cache->transfer();
+  const ReceiveMap map = *transfer.DisaggPrepareRecv(0, 8);
+  const ReceivePart all{.first_row = 0, .count = 8, .first_head = 0, .head_count = 2};
+  const auto view = transfer.View(map.epoch, 0, all);
+  ASSERT_TRUE(view.ok());
+  std::fill_n(view->rows.k.data_as<float>(), view->rows.k.element_count(), 1.0F);
+  std::fill_n(view->rows.v.data_as<float>(), view->rows.v.element_count(), 2.0F);
+  ASSERT_TRUE(transfer.Store(map.epoch, 0, all, *view, std::nullopt).ok());
+  ASSERT_TRUE(transfer.Complete(map.epoch, 0, all).ok());
+  EXPECT_EQ(transfer.GetReceiveProgress(map.epoch)->layer_rows, (std::vector<int64_t>{8, 0}));
+  // 0 is a digest as any other.
+  EXPECT_EQ(transfer.Store(map.epoch, 0, all, *view, 0).code(), StatusCode::kCorrupt);
+  EXPECT_EQ(transfer.GetReceiveProgress(map.epoch)->layer_rows, (std::vector<int64_t>{8, 0}));
+}
+
 TEST(KVTransfer, ADigestIsOfAllHeadsAndRows) {
   TestTensor k(DType::kF32, {3, 2, 4});
   TestTensor v(DType::kF32, {3, 2, 4});
@@ -668,6 +690,33 @@ TEST(KVTransfer, EachLayerIsGivenOnceItIsStoredAndNothingBehindTheMap) {
   EXPECT_FALSE(progress.active);
   EXPECT_EQ(progress.sent, 6);
   EXPECT_EQ(progress.begin, 2);
+}
+
+TEST(KVTransfer, WhatASinkHoldsStaysAsItWasGiven) {
+  Sender sender(MakeOptions());
+  ASSERT_TRUE(Mark(*sender.cache, 0, 0, MapOf(MakeOptions(), 0, 40)).ok());
+  sender.sink->holds = true;
+  for (int i = 0; i < 4; ++i) Extend(*sender.cache, 0, 10);
+  const RecordingSink& sink = *sender.sink;
+  ASSERT_EQ(sink.held.size(), 8U);
+  for (size_t i = 0; i < sink.held.size(); ++i) {
+    EXPECT_NE(sink.held[i].memory, nullptr);
+    EXPECT_EQ(DigestOfHeads(sink.held[i].local, 0, 2), sink.ranges[i].digest) << i;
+  }
+}
+
+// Memory that no sink holds is used again.
+TEST(KVTransfer, WhatNobodyHoldsMakesRoom) {
+  Sender sender(MakeOptions());
+  ASSERT_TRUE(Mark(*sender.cache, 0, 0, MapOf(MakeOptions(), 0, 40)).ok());
+  sender.sink->holds = true;
+  std::set<const void*> places;
+  for (int i = 0; i < 4; ++i) {
+    Extend(*sender.cache, 0, 10);
+    for (const SendRange& range : sender.sink->held) places.insert(range.local.k.data());
+    sender.sink->held.clear();
+  }
+  EXPECT_EQ(places.size(), 2U);
 }
 
 // Which heads go to which peer when both sides have split them.
