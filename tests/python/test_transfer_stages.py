@@ -314,7 +314,8 @@ def check_sender(stage: str, cache: KVCache, peer: TransferPeer, forwards: Forwa
 def check_next_receiver(cache: KVCache, listener: TransferListener) -> None:
     cache.add_sequence(0)
     other, alone = make_cache(5), make_cache(16)
-    with TransferPeer.connect(listener.endpoint, other, model="test") as to:
+    patient = {"connect_timeout": SECONDS, "dead_after": SECONDS}
+    with TransferPeer.connect(listener.endpoint, other, model="test", **patient) as to:
         other.receive_from(to)
         with listener.accept(SECONDS) as of:
             cache.send_through(of)
