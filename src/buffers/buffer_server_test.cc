@@ -27,6 +27,9 @@ LookupEntry Entry(const std::vector<int64_t>& tokens, int64_t floats = 0) {
 std::unique_ptr<BufferServer> Serve(BufferServerOptions options = {}) {
   if (!options.lookup) options.lookup = {.capacity_bytes = 1 << 26};
   if (!options.store) options.store = {.capacity_bytes = 1 << 26};
+  // Clients of a test are no threads of their own, and give no signs of life.
+  if (options.dead_after == BufferServerOptions().dead_after)
+    options.dead_after = std::chrono::minutes(1);
   return BufferServer::Start(options).value();
 }
 

@@ -18,7 +18,7 @@ import quire
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from scripted_model import ScriptedModel
-from server_process import DEADLINE, Server, running
+from server_process import DEADLINE, LOADS, Server, running
 from test_serve_grammar import SCRIPTS
 from tiny_model import Shape, TinyModel
 
@@ -104,7 +104,7 @@ def test_a_conversation_of_50_turns_with_a_restart(tmp_path: Path) -> None:
     """Its answers are those of an engine that was never interrupted. Only what is new of a turn is
     computed; behind the restart also what is no whole chunk."""
     model = TinyModel(tmp_path / "model", Shape(positions=4096))
-    options = ("--kv-dir", str(tmp_path / "kv"), "--page-size", "16")
+    options = ("--kv-dir", str(tmp_path / "kv"), "--page-size", "16", *LOADS)
     messages: list[Any] = []
     with quire.Engine(model.directory, dtype="float32", threads=1, page_size=16) as engine:
         for first in (0, 25):
