@@ -402,11 +402,10 @@ def test_a_full_server_says_when_to_come_back(tiny: TinyModel) -> None:
 
 
 def test_sigterm_lets_streams_end_and_refuses_newcomers(tiny: TinyModel) -> None:
-    """The answer has more bytes than the buffers between here and there, so it ends when it is
-    read."""
     options = ("--page-size", "16", "--drain-timeout", "600", *PATIENT)
     with running(tiny.directory, *options) as server:
-        connection, answer = open_stream(server, "last", max_tokens=3000, logprobs=20)
+        holding = open_stream(server, "holds")  # the server is there until its client leaves
+        connection, answer = open_stream(server, "last", max_tokens=3000)
         stream = events(answer)
         next(stream)
         server.process.send_signal(signal.SIGTERM)
@@ -415,6 +414,8 @@ def test_sigterm_lets_streams_end_and_refuses_newcomers(tiny: TinyModel) -> None
         assert status == 503 and found["error"]["code"] == "shutting_down"
         assert headers["retry-after"] == "1"
         assert server.request("GET", "/health")[0] == 503
+        for part in reversed(holding):
+            part.close()
         rest = list(stream)
         assert rest[-1] == "[DONE]" and rest[-2]["choices"][0]["finish_reason"] == "length"
         connection.close()
@@ -451,6 +452,7 @@ def test_what_begins_after_the_time_to_end_gets_an_error(tiny: TinyModel) -> Non
     """A request that was let in before SIGTERM and whose body came after the drain once ran on
     until its connection was cut, without an error event."""
     options = ("--no-prefix-cache", "--page-size", "16", "--drain-timeout", "0")
+    options += ("--limit", "body_grace_seconds=600")
     with running(tiny.directory, *options) as server:
         body = json.dumps({**ENDLESS, "stream": True}).encode()
         with server.connect() as peer:
