@@ -54,7 +54,7 @@ def free_port() -> int:
     while True:
         with socket.socket() as listener:
             try:
-                listener.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+                listener.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
             except OSError:
                 continue
             return int(listener.getsockname()[1])

@@ -36,8 +36,8 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """--prefill-remote auto: the router's word sends a prompt away, and what is predicted to be faster
-    elsewhere."""
+    """--prefill-remote auto: the router's word sends a prompt away, and the prediction that it is
+    faster elsewhere."""
     model = TinyModel(tmp_path_factory.mktemp("pair"), Shape(positions=4096)).directory
     patient = ("--peer-dead-after", "600")
     with running(model, "--prefill-listen", "127.0.0.1:0", *patient) as prefill:
