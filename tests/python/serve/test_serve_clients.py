@@ -134,7 +134,8 @@ def test_ctrl_c_in_a_client(server: Server) -> None:
         f"client = openai.OpenAI(base_url={server.url + '/v1'!r}, api_key='none')\n"
         f"more = {ENDLESS!r}\n"
         "stream = client.completions.create(model='tiny', prompt=more.pop('prompt'),\n"
-        "    stream=more.pop('stream'), max_tokens=more.pop('max_tokens'), extra_body=more)\n"
+        "    stream=more.pop('stream'), max_tokens=more.pop('max_tokens'), extra_body=more,\n"
+        "    extra_headers={'x-request-id': 'ctrl-c'})\n"
         "for chunk in stream:\n"
         "    print('.', end='', flush=True)\n"
     )
@@ -145,8 +146,8 @@ def test_ctrl_c_in_a_client(server: Server) -> None:
     client.send_signal(signal.SIGINT)
     _, err = client.communicate(timeout=DEADLINE)
     assert b"KeyboardInterrupt" in err
-    line = server.wait_log(lambda line: line.get("finish") == "cancelled")
-    assert line["gone"] is True
+    line = server.wait_log(lambda line: line.get("id") == "ctrl-c")
+    assert line["finish"] == "cancelled" and line["gone"] is True
     server.wait_metrics(lambda m: m['quire:kv_pages{state="used"}'] == 0)
 
 
