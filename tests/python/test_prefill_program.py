@@ -61,9 +61,9 @@ class Prefill:
         self.process.kill()
         self.process.wait(SECONDS)
 
-    def terminate(self) -> tuple[int, bytes]:
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, bytes]:
         """Its exit code, and what else it has said."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(number)
         _, rest = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, rest
 
@@ -329,15 +329,17 @@ def asking_its_peer(engine: quire.Engine) -> tuple[threading.Thread, list[quire.
     return asking, found
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_process_that_ends_finishes_the_prompts_in_work(
-    start: Start, embedded_model: str
+    start: Start, embedded_model: str, number: signal.Signals
 ) -> None:
     with quire.Engine(embedded_model, threads=1) as engine:
         alone = engine.generate(LONG, max_tokens=6, greedy=True)
-    prefill = start(embedded_model, "127.0.0.1:0", "--prefill-chunk", "16")
+    how = ("--prefill-chunk", "16", "--drain-timeout", "600")
+    prefill = start(embedded_model, "127.0.0.1:0", *how)
     with engine_from(embedded_model, prefill.address) as engine:
         asking, found = asking_its_peer(engine)
-        code, rest = prefill.terminate()
+        code, rest = prefill.terminate(number)
         assert code == 0 and b"not finished" not in rest
         asking.join(SECONDS)
         assert same_answers(found[0], alone) and found[0].usage.remote_tokens == len(LONG) - 1
@@ -347,7 +349,7 @@ def test_a_process_that_ends_finishes_the_prompts_in_work(
 
 def test_a_server_that_computes_for_others_finishes_their_prompts(embedded_model: str) -> None:
     listen = ("--prefill-listen", "127.0.0.1:0", "--prefill-chunk", "16")
-    with running(Path(embedded_model), *listen) as server:
+    with running(Path(embedded_model), *listen, "--drain-timeout", "600") as server:
         address = server.wait_log(lambda line: line["event"] == "prefill")["endpoint"]
         with engine_from(embedded_model, address, dtype="float32") as engine:
             asking, found = asking_its_peer(engine)
