@@ -22,8 +22,8 @@ DEADLINE = 120.0  # of whatever a test waits for: far above what it takes
 # Options for a test that reads a stream later: nothing that waits for its client ends it.
 PATIENT = ("--limit", "unread_bytes=1G", "--limit", "answers_bytes=1G")
 PATIENT += ("--limit", "slow_client_seconds=600")
-# What is stored is loaded, however long the disk takes and however fast computing is.
-LOADS = ("--kv-load-always", "--kv-load-timeout", "600")
+# Stored KV is waited for, however busy the disk is.
+LOADS = ("--kv-load-timeout", "600")
 
 
 class Server:
