@@ -46,9 +46,9 @@ def parser() -> argparse.ArgumentParser:
     command = _ServeParser(
         prog="quire serve",
         description="An HTTP server for clients of OpenAI's and Anthropic's APIs. It runs until "
-        "SIGINT (Ctrl-C) or SIGTERM. Options are also read from environment variables (QUIRE_PORT "
-        "is --port, QUIRE_KV_DIR is --kv-dir) and from the file of --config. The command line wins "
-        "over the environment, and the environment over the file.",
+        "SIGINT (Ctrl-C), SIGTERM or SIGHUP. Options are also read from environment variables "
+        "(QUIRE_PORT is --port, QUIRE_KV_DIR is --kv-dir) and from the file of --config. The "
+        "command line wins over the environment, and the environment over the file.",
     )
     command.add_argument(
         "model",
