@@ -13,7 +13,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quire import _float8, _q4k, errors
-from quire._model_folder import GGUF_WEIGHTS, safetensors_files
+from quire._model_folder import (
+    GGUF_WEIGHTS,
+    check_model_folder,
+    is_gguf_file,
+    safetensors_files,
+)
 from quire._new_folder import check_free, check_room, new_folder
 from quire._safetensors_header import FLOATS, StoredTensor, as_float32, read_header
 from quire.packing import copy_other_files
@@ -131,17 +136,18 @@ def quantize_model(
         progress: called with (bytes written, bytes of all weights), many times.
 
     Raises:
-        BadArgumentError: another kind of model, of weights, or of elements.
+        BadArgumentError: another kind of model, of weights, or of elements; a GGUF file.
         CorruptError: a damaged configuration or safetensors file.
         FileExistsError: `out_dir` is something else than an empty folder.
         IoError: its disk has too little room.
+        NotFoundError: there is no such folder, or no config.json or safetensors files in it.
     """
     for kind in (weights, embeddings, head or embeddings):
         if kind not in WEIGHTS:
             raise errors.BadArgumentError(
                 f'weights of "{kind}" cannot be written; there are: {", ".join(WEIGHTS)}'
             )
-    source = Path(model_dir)
+    source = _folder(model_dir)
     config = _configuration(source)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in _ARCHITECTURES:
@@ -168,10 +174,24 @@ def quantize_model(
     return Path(out_dir)
 
 
+def _folder(model: str | os.PathLike[str]) -> Path:
+    check_model_folder(model)
+    if is_gguf_file(model):
+        raise errors.BadArgumentError(
+            f"{os.fspath(model)}: is a GGUF file, and folders are quantised; turn it into one "
+            f"(quire import {os.fspath(model)} DIR --dtype float32) and quantise that"
+        )
+    return Path(model)
+
+
 def _configuration(source: Path) -> dict[str, Any]:
     path = source / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise errors.NotFoundError(
+            f"{path}: there is no such file; give a Hugging Face model folder"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise errors.CorruptError(f"{path}: is no JSON: {error}") from None
     names = config.get("architectures") or [] if isinstance(config, dict) else None
@@ -229,7 +249,8 @@ def _plan(
 def _stored(source: Path, block: tuple[int, int] | None) -> Iterator[_Tensor]:
     files = safetensors_files(source)
     if not files:
-        raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise")
+        other = ", but a GGUF file" if (source / GGUF_WEIGHTS).exists() else ""
+        raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise{other}")
     found = {stored.name: stored for path in files for stored in read_header(path)}
     scales = {
         name: found[scale]
@@ -240,7 +261,8 @@ def _stored(source: Path, block: tuple[int, int] | None) -> Iterator[_Tensor]:
     }
     names_of_scales = {stored.name for stored in scales.values()}
     for name, stored in found.items():
-        if name.endswith(_COMPUTED) or name in names_of_scales or _float8.is_of_activations(name):
+        is_unused = name.endswith(_COMPUTED) or _float8.is_of_activations(name)
+        if is_unused or name in names_of_scales:
             continue
         _check_can_be_quantised(stored, name in scales)
         tensor = _Tensor(name, stored.path, stored.type_name, stored.shape, stored.offset)
@@ -250,6 +272,10 @@ def _stored(source: Path, block: tuple[int, int] | None) -> Iterator[_Tensor]:
 
 
 def _check_can_be_quantised(stored: StoredTensor, has_scales: bool) -> None:
+    if ".packed" in stored.name:
+        raise errors.BadArgumentError(
+            f"{stored.path}: is of a packed folder; quantise the folder that it was made of"
+        )
     if stored.type_name == _float8.FLOAT8 and not has_scales:
         raise errors.NotFoundError(
             f"{stored.path}: tensor {stored.name} has codes of 8 bits and no scales; "

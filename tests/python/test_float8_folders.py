@@ -212,6 +212,24 @@ def test_quantising_takes_the_numbers(tmp_path, monkeypatch, form):
     assert np.array_equal(logits(made[0]), logits(made[1]))
 
 
+def test_quantising_leaves_out_the_scales_of_keys_and_values(tmp_path):
+    """Folders that were made for FP8 caches have them; they were refused."""
+    model, _ = model_of(tmp_path, FORMS["channel"])
+    file = model.directory / "model.safetensors"
+    expected = logits(quantize_model(model.directory, tmp_path / "before"))
+    layer = "model.layers.0.self_attn"
+    names = (f"{layer}.k_scale", f"{layer}.v_proj.v_scale", f"{layer}.k_proj.output_scale")
+    save_file(load_file(file) | {name: torch.ones(1) for name in names}, str(file))
+    assert np.array_equal(expected, logits(quantize_model(model.directory, tmp_path / "after")))
+
+
+def test_a_packed_folder_is_not_quantised(tmp_path):
+    model, _ = model_of(tmp_path, FORMS["blocks"])
+    packed = quire.pack_model(model.directory, tmp_path / "packed", threads=1)
+    with pytest.raises(quire.BadArgumentError, match="quantise the folder that it was made of"):
+        quantize_model(packed, tmp_path / "made")
+
+
 def test_what_cannot_be_quantised_is_named(tmp_path):
     model, _ = model_of(tmp_path, FORMS["blocks"])
     file = model.directory / "config.json"

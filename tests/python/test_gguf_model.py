@@ -220,6 +220,27 @@ def test_damage_of_a_packed_model_is_named(tmp_path):
 
 
 
+def test_a_server_calls_a_file_by_its_name(tmp_path):
+    """Not by that of the folder in the cache, which a touch of the file changes."""
+    from quire.cli import serve
+
+    file = write(tmp_path / "Some-Model-Q8_0.gguf", "Q8_0")
+    options = serve.parser().parse_args([str(file)])
+    assert serve._model_names(options, str(model_folder(file))) == ("Some-Model-Q8_0",)
+
+
+def test_a_file_is_no_folder_to_be_quantised(tmp_path, capsys):
+    """The message named a folder of the cache."""
+    file = write(tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(quire.BadArgumentError, match="is a GGUF file, and folders are quantised"):
+        quantize_model(file, tmp_path / "out")
+    code, _, error = run(capsys, "quantize", str(file), str(tmp_path / "out"))
+    assert code == 1
+    assert f"quire import {file} DIR" in error
+    with pytest.raises(quire.NotFoundError, match="to quantise, but a GGUF file"):
+        quantize_model(model_folder(file), tmp_path / "out")
+
+
 def test_the_program_takes_a_file(tmp_path, capsys):
     file = write(tmp_path / "model.gguf", "Q8_0")
     arguments = [str(file), "the", "--threads", "1", "--kv-bytes", "1M"]

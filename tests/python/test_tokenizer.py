@@ -278,6 +278,34 @@ def test_sentencepiece_without_space_prefix(tmp_path, spm):
         assert imported.tokenizer.decode(spm.encode(line)) == " " + spm.decode(spm.encode(line))
 
 
+def merges_of(tokenizer) -> list[str]:
+    return [" ".join(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def test_merges_beside_the_scores_change_nothing(tmp_path, spm):
+    """Files that were converted from a Hugging Face vocabulary have both; they were refused."""
+    plain = import_spm(tmp_path, spm)
+    merges = merges_of(plain.tokenizer)
+    both = import_spm(tmp_path, spm, lambda writer: writer.add_token_merges(merges))
+    assert merges_of(both.tokenizer) == merges
+    part = import_spm(tmp_path, spm, lambda writer: writer.add_token_merges(merges[:9]))
+    assert merges_of(part.tokenizer) == merges
+
+
+def test_merges_beside_scores_that_are_all_the_same_are_taken(tmp_path, spm):
+    merges = merges_of(import_spm(tmp_path, spm).tokenizer)
+
+    def change(writer):
+        scores = writer.kv_data[0]["tokenizer.ggml.scores"]
+        scores.value = [-1000.0] * len(scores.value)
+        writer.add_token_merges(merges)
+
+    imported = import_spm(tmp_path, spm, change)
+    assert merges_of(imported.tokenizer) == merges
+    for line in filter(None, mixed_text(6, 5_000).replace("\0", "").split("\n")):
+        assert_same_ids(imported.tokenizer, line, spm.encode(line))
+
+
 def test_user_defined_pieces_are_found_in_raw_text(tmp_path, spm):
     count = spm.get_piece_size()
 

@@ -218,11 +218,11 @@ def _read_merges(file: GgufFile, vocabulary: _Vocabulary) -> list[tuple[str, str
 
 def _sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> Tokenizer:
     metadata = file.metadata
-    for key in ("tokenizer.ggml.precompiled_charsmap", "tokenizer.ggml.merges"):
-        if key in metadata:
-            raise metadata.error(
-                key, "is not expected in a SentencePiece BPE vocabulary of the llama kind"
-            )
+    key = "tokenizer.ggml.precompiled_charsmap"
+    if key in metadata:
+        raise metadata.error(
+            key, "is not expected in a SentencePiece BPE vocabulary of the llama kind"
+        )
     if metadata.boolean("tokenizer.ggml.remove_extra_whitespaces", default=False):
         raise metadata.error(
             "tokenizer.ggml.remove_extra_whitespaces", "is set; such a vocabulary is not imported"
@@ -234,10 +234,15 @@ def _sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> Tokenizer:
             f"has {len(scores)} entries for {len(vocabulary.tokens)} tokens",
         )
     prefix = metadata.boolean("tokenizer.ggml.add_space_prefix", default=True)
+    # Converters of Hugging Face vocabularies write the merges beside the scores, or beside numbers
+    # that are all the same and say nothing.
+    has_scores = "tokenizer.ggml.merges" not in metadata or len(set(scores)) > 1
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids(),
-            merges=_merges_from_scores(file, vocabulary, scores),
+            merges=_merges_from_scores(file, vocabulary, scores)
+            if has_scores
+            else _read_merges(file, vocabulary),
             unk_token=_unknown_token(file, vocabulary),
             fuse_unk=True,
             byte_fallback=_has_byte_fallback(file, vocabulary),
