@@ -201,10 +201,14 @@ Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
     for (const WeightFormat format : kWeightFormats) {
       if (IsOfGguf(format)) quantised += ", " + std::string(WeightFormatName(format));
     }
+    const bool is_gguf = tensor.file.ends_with(".gguf");
     return Status(StatusCode::kBadArgument,
                   tensor.Name() + " is stored as " + std::string(tensor.stored->type_name) +
                       "; weights must be F32, F16 or BF16 (matrices of a GGUF file also" +
-                      quantised.substr(1) + "): save the model in one of these types");
+                      quantised.substr(1) + "): " +
+                      (is_gguf ? "take the model in another quantisation, or widen this one with "
+                                 "quire import"
+                               : "save the model in one of these types"));
   }
   if (!std::ranges::equal(tensor.stored->shape, shape)) {
     return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
