@@ -212,6 +212,25 @@ def test_quantising_takes_the_numbers(tmp_path, monkeypatch, form):
     assert np.array_equal(logits(made[0]), logits(made[1]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_one_matrix_may_be_plain(tmp_path, dtype):
+    """As folders are that leave out matrices by name ("ignore"); they were refused."""
+    model, plain = model_of(tmp_path, FORMS["small_blocks"])
+    file = model.directory / "model.safetensors"
+    stored = load_file(file)
+    for name in list(stored):
+        if "k_proj" in name or "gate_proj" in name:
+            stored.pop(name)
+    for name, numbers in plain.weights.items():
+        if "k_proj" in name or "gate_proj" in name:
+            stored[name] = torch.from_numpy(numbers)
+    save_file(stored, str(file))
+    ours = logits(model.directory, dtype=dtype)
+    assert np.array_equal(ours, logits(plain.directory, dtype=dtype))
+    packed = quire.pack_model(model.directory, tmp_path / "packed", dtype=dtype, threads=1)
+    assert np.array_equal(ours, logits(packed, dtype=dtype))
+
+
 def test_quantising_leaves_out_the_scales_of_keys_and_values(tmp_path):
     """Folders that were made for FP8 caches have them; they were refused."""
     model, _ = model_of(tmp_path, FORMS["channel"])

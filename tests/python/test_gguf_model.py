@@ -88,6 +88,36 @@ def test_quantised_weights_in_blocks_of_256_are_near_the_import(tmp_path, kind):
     assert not np.array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("plain", ["q_proj", "k_proj", "v_proj", "up_proj"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])  # with biases
+def test_parts_of_one_matrix_may_be_plain(tmp_path, arch, plain):
+    """Some quantisers leave a few matrices as they are; such files were refused."""
+    scaled = checkpoint(arch)
+    for name, kind in (("mixed", "BF16"), ("all", "Q8_0")):
+        tiny_gguf.write_model(
+            tmp_path / f"{name}.gguf",
+            scaled,
+            arch=arch,
+            matrix_type=GGMLQuantizationType.Q8_0,
+            other_types={plain: GGMLQuantizationType[kind]},
+        )
+    file = tmp_path / "mixed.gguf"
+    folder = importer.import_gguf(file, tmp_path / "imported", dtype="float32")
+    ours, theirs = logits(file), logits(folder)
+    assert np.abs(ours - theirs).mean() < 0.02 * theirs.std()
+    assert not np.array_equal(ours, logits(tmp_path / "all.gguf"))
+    assert np.array_equal(ours, logits(file, threads=2, prefill_chunk=3, page_size=4))
+    packed = quire.pack_model(model_folder(file), tmp_path / "packed", dtype="float32")
+    assert np.array_equal(ours, logits(packed))
+    plans = [quire.Engine.plan_memory(model, dtype="float32") for model in (file, packed)]
+    assert plans[0].weight_bytes == plans[1].weight_bytes
+    again = quire.pack_model(packed, tmp_path / "again", dtype="float32")
+    assert all(
+        (packed / name).read_bytes() == (again / name).read_bytes()
+        for name in ("model.safetensors", "config.json")
+    )
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_logits_do_not_depend_on_cuts_threads_or_the_path(tmp_path, kind):
     file = write(tmp_path / "model.gguf", kind)

@@ -66,8 +66,18 @@ class RowOps {
   size_t HeadsScratchBytes(std::span<const LinearWeights> weights, int64_t row_count) const;
 
  private:
-  void MultiplyQuantised(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
-                         bool accumulate, void* scratch) const;
+  // Rows of x lie after each other, those of y `y_stride` apart.
+  struct Product {
+    const float* x;
+    int64_t row_count;
+    float* y;
+    int64_t y_stride;
+    bool accumulate;
+    void* scratch;
+  };
+
+  void Multiply(const LinearWeights& weights, Product product) const;
+  void MultiplyQuantised(const LinearWeights& weights, Product product) const;
   // The scratch memory for a product on one worker.
   size_t SerialScratchBytes(const LinearWeights& weights, int64_t row_count) const;
 
