@@ -36,7 +36,8 @@ def check_model_folder(name: str | os.PathLike[str], hint: str = "") -> None:
     if is_gguf_file(text):
         return
     if os.path.isdir(text):
-        return _check_holds_more_than_gguf_files(Path(text))
+        _check_holds_more_than_gguf_files(Path(text))
+        return
     if not text:
         raise errors.NotFoundError("the name of the model's folder is empty")
     if os.path.isfile(text):
@@ -65,15 +66,16 @@ def check_model_folder(name: str | os.PathLike[str], hint: str = "") -> None:
 
 def _check_holds_more_than_gguf_files(folder: Path) -> None:
     """NotFoundError for a folder that holds files which are models, and is none itself."""
-    if (folder / "config.json").exists():
+    has_weights = has_safetensors(folder) or (folder / GGUF_WEIGHTS).exists()
+    if has_weights and (folder / "config.json").exists():
         return
     files = sorted(file.name for file in folder.glob("*.gguf"))
     if not files:
         return
     shown = ", ".join(files[:_FILES_SHOWN]) + (", ..." if len(files) > _FILES_SHOWN else "")
     raise errors.NotFoundError(
-        f"{folder}: is no model folder, as it has no config.json; its GGUF files are models: give "
-        f"one of them, such as {folder / files[0]} (there are: {shown})"
+        f"{folder}: is no model folder, but its GGUF files are models: give one of them, such as "
+        f"{folder / files[0]} (there are: {shown})"
     )
 
 

@@ -417,6 +417,8 @@ def test_a_folder_of_gguf_files_names_them(
 ) -> None:
     code, out, err = run(capsys, "generate", str(tmp_path), "Hi")
     assert (code, out) == (1, "") and f"give one of them, such as {gguf}" in err
+    gguf.rename(tmp_path / "one.gguf")
+    (tmp_path / "config.json").write_text("{}")  # some repositories have one beside them
     for index in range(9):
         (tmp_path / f"other-{index}.gguf").touch()
     with pytest.raises(quire.NotFoundError, match=r"other-6.gguf, \.\.\.\)"):

@@ -174,7 +174,9 @@ def test_another_quantisation_is_another_model(tmp_path):
 @pytest.mark.usefixtures("wide")
 def test_what_is_not_taken_is_refused_by_name(tmp_path):
     file = write(tmp_path / "model.gguf", "TQ2_0")
-    with pytest.raises(quire.BadArgumentError, match="embed_tokens.*stored as TQ2_0; .*Q4_K.*quire import"):
+    with pytest.raises(
+        quire.BadArgumentError, match="embed_tokens.*stored as TQ2_0; .*Q4_K.*quire import"
+    ):
         logits(file)
 
 
