@@ -719,12 +719,7 @@ Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t
   Count(name + ".weight", heads * head_rows * k);
   if (checkpoint_.Has(PackedSliceName(name, 0, 0))) return MappedSlices(name, heads, slices, k);
   if (IsFloat8(name)) return Float8Slices(name, heads, slices, heads * head_rows, k);
-  if (IsQuantised(name)) {
-    return Status(StatusCode::kBadArgument,
-                  "matrix " + QuotedName(name) +
-                      " is quantised; it is cut head by head, and read as F32, F16 or BF16 alone: "
-                      "leave it out when the model is quantised");
-  }
+  if (IsQuantised(name)) return QuantisedSlices(name, heads, slices, heads * head_rows, k);
   const int64_t shape[] = {heads * head_rows, k};
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
   const DType from = *tensor.stored->dtype;
@@ -750,6 +745,22 @@ Result<HeadMatrices> WeightLoader::Float8Slices(const std::string& name, int64_t
     QUIRE_ASSIGN_OR_RETURN(memory,
                            HostMemory::Allocate(static_cast<size_t>(rows * k) * sizeof(float)));
     QUIRE_RETURN_IF_ERROR(matrix.Read(0, rows, reinterpret_cast<float*>(memory.data()), runner_));
+    matrix.Release();
+  }
+  return CutSlices(name, memory.data(), DType::kF32, heads, slices, k);
+}
+
+Result<HeadMatrices> WeightLoader::QuantisedSlices(const std::string& name, int64_t heads,
+                                                   std::span<const HeadSlice> slices, int64_t rows,
+                                                   int64_t k) {
+  QUIRE_ASSIGN_OR_RETURN(const FolderMatrix matrix,
+                         FolderMatrix::Open(checkpoint_, *quantisation_, name, rows, k));
+  HostMemory memory;
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(const std::vector<int32_t> order, matrix.InputOrder());
+    QUIRE_ASSIGN_OR_RETURN(memory,
+                           HostMemory::Allocate(static_cast<size_t>(rows * k) * sizeof(float)));
+    QUIRE_RETURN_IF_ERROR(matrix.Read(order, reinterpret_cast<float*>(memory.data()), runner_));
     matrix.Release();
   }
   return CutSlices(name, memory.data(), DType::kF32, heads, slices, k);

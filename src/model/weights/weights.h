@@ -217,6 +217,8 @@ class WeightLoader {
                             std::vector<float> bias);
   Result<HeadMatrices> Float8Slices(const std::string& name, int64_t heads,
                                     std::span<const HeadSlice> slices, int64_t rows, int64_t k);
+  Result<HeadMatrices> QuantisedSlices(const std::string& name, int64_t heads,
+                                       std::span<const HeadSlice> slices, int64_t rows, int64_t k);
   Status CheckNoBias(const LinearPart& part);
   Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
   DType PackedType(DType from) const;
