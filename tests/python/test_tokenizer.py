@@ -26,6 +26,11 @@ LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class PlainBpe:
@@ -155,6 +160,8 @@ def test_embedded_model_gives_text_back():
         ("starcoder", [r"\p{N}", GPT2], {}),
         ("llama-bpe", [LLAMA3], {"whole_words": True}),
         ("qwen2", [QWEN2], {"nfc": True}),
+        ("deepseek-r1-qwen", [QWEN2], {}),
+        ("tekken", [TEKKEN], {"whole_words": True}),
     ],
 )
 def test_each_way_to_cut_text(tmp_path, wider, pre, cuts, options):
@@ -171,7 +178,7 @@ def test_each_way_to_cut_text(tmp_path, wider, pre, cuts, options):
     )
     imported = build_tokenizer(GgufFile(tmp_path / "v.gguf"), len(wider["tokens"]))
     assert_same_ids(imported.tokenizer, text, plain.encode(text))
-    assert imported.config["add_bos_token"] is (pre == "llama-bpe")
+    assert imported.config["add_bos_token"] is (pre in ("llama-bpe", "tekken"))
 
 
 def test_cuts_are_told_apart_by_the_text(wider):
@@ -184,6 +191,7 @@ def test_cuts_are_told_apart_by_the_text(wider):
         ([LLAMA3], {"whole_words": True}),
         ([QWEN2], {}),
         ([QWEN2], {"nfc": True}),
+        ([TEKKEN], {"whole_words": True}),
     ]
     results = [
         tuple(

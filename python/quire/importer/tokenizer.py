@@ -62,6 +62,13 @@ class _Split:
     adds_bos: bool = False
 
 
+# Words of tekken: small letters behind capitals, at least one of either; marks count as letters.
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_WORDS = "".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}{many}{_SMALL}{few}|"
+    for many, few in (("*", "+"), ("+", "*"))
+)
+
 _LLAMA3 = _Split(pattern=_LETTERS + r"\p{N}{1,3}" + _REST, whole_words=True, adds_bos=True)
 _SPLITS = {
     "gpt-2": _Split(),
@@ -70,7 +77,15 @@ _SPLITS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
     "qwen2": _Split(pattern=_LETTERS + r"\p{N}" + _REST, nfc=True),
+    "deepseek-r1-qwen": _Split(pattern=_LETTERS + r"\p{N}" + _REST),
+    "tekken": _Split(
+        pattern=_TEKKEN_WORDS + r"\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1),
+        whole_words=True,
+        adds_bos=True,
+    ),
 }
 
 
