@@ -314,6 +314,17 @@ def test_merges_beside_scores_that_are_all_the_same_are_taken(tmp_path, spm):
         assert_same_ids(imported.tokenizer, line, spm.encode(line))
 
 
+def test_pieces_of_gemma_are_in_the_order_of_their_merges(tmp_path, spm):
+    merges = merges_of(import_spm(tmp_path, spm).tokenizer)
+
+    def change(writer):
+        writer.kv_data[0]["general.architecture"].value = "gemma3"
+        writer.add_uint32("gemma3.context_length", 1024)
+        writer.kv_data[0]["tokenizer.ggml.scores"].value.reverse()
+
+    assert merges_of(import_spm(tmp_path, spm, change).tokenizer) == merges
+
+
 def test_user_defined_pieces_are_found_in_raw_text(tmp_path, spm):
     count = spm.get_piece_size()
 

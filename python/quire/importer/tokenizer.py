@@ -305,7 +305,10 @@ def _merges_from_scores(
 ) -> list[tuple[str, str]]:
     """SentencePiece joins the two neighbours whose union has the highest score. As a list of
     merges: every way to cut a piece into two pieces, the best pieces first. Only normal pieces take
-    part, as control tokens stand for no text."""
+    part, as control tokens stand for no text. Pieces of Gemma are in the order of their merges,
+    whatever scores its files give them; tokenizer.json of Gemma knows no other order."""
+    if file.metadata.text("general.architecture").startswith("gemma"):
+        scores = [-float(index) for index in range(len(scores))]
     score_of = {
         text: scores[index]
         for index, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types))
