@@ -55,7 +55,8 @@ class RowOps {
   void Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
                 bool accumulate, void* scratch) const;
   size_t ScratchBytes(const LinearWeights& weights, int64_t row_count) const;
-  // Rows `ids` of the matrix itself, [ids.size(), k] in float32. REQUIRES: 0 <= ids < n.
+  // Rows `ids` of the matrix itself, [ids.size(), k] in float32. REQUIRES: 0 <= ids < n; the matrix
+  // is in one.
   void GatherRows(const LinearWeights& weights, std::span<const int32_t> ids, float* rows) const;
   // As above, of a table of rows of `width`.
   void GatherRows(const RowTable& table, int64_t width, std::span<const int32_t> ids,
