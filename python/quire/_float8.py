@@ -35,7 +35,8 @@ def scale_names(weight: str) -> tuple[str, ...]:
     return tuple(weight + suffix for suffix in _SCALES)
 
 
-# Of the inputs of matrices, and of keys and values (old folders: of the outputs that become them).
+# Those of what enters a matrix, and of keys and values (old folders: of the outputs that become
+# them).
 _SCALES_OF_ACTIVATIONS = (
     ".input_scale",
     ".input_activations_scale",
