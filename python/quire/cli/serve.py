@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire import _options
 from quire import _ranges as ranges
 from quire import errors
+from quire._model_folder import is_gguf_file
 from quire.cli import arguments, memory, models, serve_config
 from quire.cli.arguments import UsageError
 
@@ -307,6 +308,8 @@ def _model_names(options: argparse.Namespace, folder: str) -> tuple[str, ...]:
         return tuple(options.served_model_names)
     if options.model is None:
         return ("smollm2-135m-instruct",)
+    if is_gguf_file(os.path.expanduser(options.model)):  # the folder's name is one of the cache
+        return (Path(options.model).stem,)
     return (os.path.basename(os.path.realpath(folder)),)
 
 
