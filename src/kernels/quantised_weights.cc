@@ -18,8 +18,8 @@ struct BlockParts {
   int8_t codes[kSuperInputs];       // of 8 bits signed, else 0 ... 63
   uint8_t scales[kSuperGroups][2];  // kPairs: s, t; kHalves, kHalfPairs: of each half, as strips
                                     // have them; kGroups: s - 32, signed
-  uint16_t d = 0, m = 0;  // float16, with kPowerOfTwo bfloat16
-  uint32_t word = 0;      // kWord, kWordWithZero
+  uint16_t d = 0, m = 0;            // float16, with kPowerOfTwo bfloat16
+  uint32_t word = 0;                // kWord, kWordWithZero
 };
 
 uint16_t ReadF16(const uint8_t* bytes) { return static_cast<uint16_t>(bytes[0] | bytes[1] << 8); }
@@ -116,9 +116,9 @@ void ReadPairsOfBits(const uint8_t* bytes, int8_t* codes) {
   }
 }
 
-// Byte i of the first 32 holds the third bits of input i of all groups. Of the sixteen scales the
-// lower four bits stand two in a byte, scales 0 and 8 in the first, the upper two of all in the
-// four bytes behind: those of 0, 4, 8 and 12 in the first.
+// Byte i of the first 32 holds the third bits of input i of all groups. The lower four bits of the
+// sixteen scales stand two in a byte, scales 0 and 8 in the first, the upper two of all in the four
+// bytes behind: those of 0, 4, 8 and 12 in the first.
 void ReadQ3KBlock(const uint8_t* bytes, BlockParts* parts) {
   ReadPairsOfBits(bytes + 32, parts->codes);
   for (int64_t i = 0; i < kSuperInputs; ++i) {

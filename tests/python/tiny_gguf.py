@@ -170,7 +170,7 @@ def write_model(
             value = interleave_rotary(value, HEAD_DIM)
         kind = matrix_type if value.ndim == 2 else GGMLQuantizationType.F32
         for part, other in (other_types or {}).items():
-            kind = other if part in name else kind
+            kind = other if part in name and value.ndim == 2 else kind
         if arch in GEMMA and name.endswith("norm.weight"):
             value = value + np.float32(1)
         writer.add_tensor(gguf_name(name, arch), encode(value, kind), raw_dtype=kind)
