@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import contextlib
 import datetime
 import fnmatch
 import http.client
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +43,7 @@ from workers import (
     LmcacheServer,
     PairWorker,
     Patience,
+    Process,
     RedisServer,
     UcxPerftest,
     Worker,
@@ -279,6 +282,19 @@ class Workers:
     def keep_only(self, keys: set[tuple[Any, ...]]) -> None:
         for key in [key for key in self._alive if key not in keys]:
             self._alive.pop(key).close()
+
+    @contextlib.contextmanager
+    def alone(self, worker: Worker) -> Iterator[None]:
+        """No other one works meanwhile, not even at waiting."""
+        others = [each for each in self._alive.values() if each is not worker]
+        paused = [each for each in others if isinstance(each, Process)]
+        for each in paused:
+            each.pause()
+        try:
+            yield
+        finally:
+            for each in paused:
+                each.resume()
 
     def get(self, side: Side, case: Case) -> Worker:
         """Raises Unavailable."""
@@ -817,8 +833,9 @@ class Run:
                 "min_calls": 1 if self._options.smoke else 3,
             }
         request = side.request if side.worker not in _TIMED_WORKERS else {}
-        samples = worker.run(side.name, request | limits)
-        worker.settle()
+        with self.workers.alone(worker):
+            samples = worker.run(side.name, request | limits)
+            worker.settle()
         return samples
 
     def probe(self, single: bool) -> measure.Probe:

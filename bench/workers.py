@@ -4,10 +4,12 @@ figure, and work one at a time."""
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import time
@@ -41,6 +43,20 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
 
+def _stat(file: Path) -> list[str] | None:
+    """The fields of /proc/PID/stat behind the name: state, parent, ...; None: it has ended."""
+    try:
+        return file.read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _memory(pid: int) -> dict[str, int]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    sizes = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if "kB" in line}
+    return {name: int(sizes.get(name, 0)) << 10 for name in ("RssAnon", "RssFile")}
+
+
 class Process:
     """A child process of our own."""
 
@@ -64,20 +80,41 @@ class Process:
                 return
             before = now
 
+    def pause(self) -> None:
+        """Stops it and its children: some engines spin while nobody asks them for anything."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for pid in self._tree():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _tree(self) -> list[int]:
+        """Its id and those of all its children."""
+        children: dict[int, list[int]] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            if (fields := _stat(stat)) is not None:
+                children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+        found = [self.process.pid]
+        for pid in found:
+            found += children.get(pid, [])
+        return found
+
     def _ticks(self) -> int:
-        try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0
-        return int(fields[11]) + int(fields[12])
+        stats = [_stat(Path(f"/proc/{pid}/stat")) for pid in self._tree()]
+        return sum(int(fields[11]) + int(fields[12]) for fields in stats if fields is not None)
 
     def memory(self) -> dict[str, int]:
-        """Bytes in memory: anonymous, and of mapped files."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        sizes = {
-            line.split(":")[0]: line.split()[1] for line in status.splitlines() if "kB" in line
-        }
-        return {name: int(sizes[name]) << 10 for name in ("RssAnon", "RssFile")}
+        """Bytes in memory: anonymous, with those of its children, and of mapped files."""
+        own, *children = self._tree()
+        sizes = _memory(own)
+        for pid in children:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                sizes["RssAnon"] += _memory(pid)["RssAnon"]
+        return sizes
 
     def stop(self) -> None:
         if self.process.poll() is None:

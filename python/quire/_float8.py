@@ -35,8 +35,21 @@ def scale_names(weight: str) -> tuple[str, ...]:
     return tuple(weight + suffix for suffix in _SCALES)
 
 
+# Those of what enters a matrix, and of keys and values (old folders: of the outputs that become
+# them).
+_SCALES_OF_ACTIVATIONS = (
+    ".input_scale",
+    ".input_activations_scale",
+    ".output_scale",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+)
+
+
 def is_of_activations(name: str) -> bool:
-    return name.endswith((".input_scale", ".input_activations_scale"))
+    return name.endswith(_SCALES_OF_ACTIVATIONS)
 
 
 def block_of(config: Mapping[str, Any]) -> tuple[int, int] | None:

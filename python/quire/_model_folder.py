@@ -11,7 +11,8 @@ from quire import errors
 
 # As hubs of models name them.
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
+_FILES_SHOWN = 8
+LFS_BEGIN = b"version https://git-lfs.github.com/spec/"
 
 
 # The weights of a folder, in the order in which engines look for them: one file; files that an
@@ -32,7 +33,10 @@ def check_model_folder(name: str | os.PathLike[str], hint: str = "") -> None:
     hint: what to do where nothing else is known.
     """
     text = os.fspath(name)
-    if os.path.isdir(text) or is_gguf_file(text):
+    if is_gguf_file(text):
+        return
+    if os.path.isdir(text):
+        _check_holds_more_than_gguf_files(Path(text))
         return
     if not text:
         raise errors.NotFoundError("the name of the model's folder is empty")
@@ -41,8 +45,17 @@ def check_model_folder(name: str | os.PathLike[str], hint: str = "") -> None:
             f"{text}: is a file, neither the folder of a model nor a GGUF file, whose name ends in "
             ".gguf"
         )
+    if text.endswith(".gguf"):
+        raise errors.NotFoundError(f"{text}: there is no such GGUF file{hint}")
     if _HUB_NAME.fullmatch(text):
         folder = text.partition("/")[2]
+        if "gguf" in folder.lower():  # each of its files is a whole model
+            raise errors.NotFoundError(
+                f"{text}: there is no such folder, and Quire does not download models; if it is "
+                "the name of one on the Hugging Face hub, download one of its files with: "
+                f"hf download {text} FILE.gguf --local-dir {folder}; then give the file: "
+                f"{folder}/FILE.gguf{hint}"
+            )
         raise errors.NotFoundError(
             f"{text}: there is no such folder, and Quire does not download models; if it is the "
             f"name of one on the Hugging Face hub, download it with: hf download {text} "
@@ -51,11 +64,26 @@ def check_model_folder(name: str | os.PathLike[str], hint: str = "") -> None:
     raise errors.NotFoundError(f"{text}: there is no such folder with a model{hint}")
 
 
+def _check_holds_more_than_gguf_files(folder: Path) -> None:
+    """NotFoundError for a folder that holds files which are models, and is none itself."""
+    has_weights = has_safetensors(folder) or (folder / GGUF_WEIGHTS).exists()
+    if has_weights and (folder / "config.json").exists():
+        return
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    if not files:
+        return
+    shown = ", ".join(files[:_FILES_SHOWN]) + (", ..." if len(files) > _FILES_SHOWN else "")
+    raise errors.NotFoundError(
+        f"{folder}: is no model folder, but its GGUF files are models: give one of them, such as "
+        f"{folder / files[0]} (there are: {shown})"
+    )
+
+
 def check_not_lfs_pointer(path: Path) -> None:
     """CorruptError if the file is the text that Git LFS leaves in place of a file."""
     with path.open("rb") as file:
-        begin = file.read(len(_LFS_BEGIN))
-    if begin == _LFS_BEGIN:
+        begin = file.read(len(LFS_BEGIN))
+    if begin == LFS_BEGIN:
         raise errors.CorruptError(
             f"{path}: is a Git LFS pointer, not the file itself; fetch it with: "
             f"git -C {path.parent} lfs pull"

@@ -195,7 +195,7 @@ class GrammarCompiler:
                 raise _named(error) from None
 
     def try_tokens(self, compiled: Any, count: int) -> None:
-        """Draws `count` tokens of a compiled grammar by lot, from the beginning again at each end.
+        """Draws `count` tokens of a compiled grammar at random, beginning again at each end.
         TooLargeError if one takes too long, as it would in an answer."""
         try:
             self._handle.try_tokens(compiled, count)

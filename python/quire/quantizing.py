@@ -13,7 +13,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quire import _float8, _q4k, errors
-from quire._model_folder import GGUF_WEIGHTS, safetensors_files
+from quire._model_folder import (
+    GGUF_WEIGHTS,
+    check_model_folder,
+    is_gguf_file,
+    safetensors_files,
+)
 from quire._new_folder import check_free, check_room, new_folder
 from quire._safetensors_header import FLOATS, StoredTensor, as_float32, read_header
 from quire.packing import copy_other_files
@@ -48,6 +53,8 @@ _ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
 }
 _PARTS = {
     "embed_tokens": "token_embd",
@@ -65,6 +72,11 @@ _PARTS = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+_GEMMA_PARTS = _PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 # Angles of the rotation, which old folders hold and the configuration says already.
 _COMPUTED = ".rotary_emb.inv_freq"
 
@@ -75,12 +87,14 @@ class _Tensor:
     stored as rotary pairs. Numbers of float8 codes: see quire._float8."""
 
     name: str
+    gguf_name: str
     path: Path
     type_name: str
     shape: tuple[int, ...]
     offset: int  # in the file
     kind: str = ""  # of WEIGHTS; "" stays float32
     head_rows: int = 0
+    value_offset: float = 0.0  # added to each number
     scales: StoredTensor | None = None  # of float8 codes
     block: tuple[int, int] | None = None  # outputs and inputs with one of them
 
@@ -120,8 +134,8 @@ def quantize_model(
     its other files are copies.
 
     Args:
-        model_dir: a Hugging Face folder of Llama, Mistral, Qwen2 or Qwen3, with safetensors in
-            bfloat16, float16 or float32, or in float8 (e4m3) with scales.
+        model_dir: a Hugging Face folder of Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3 (text),
+            with safetensors in bfloat16, float16 or float32, or in float8 (e4m3) with scales.
         out_dir: must not exist, or be empty; it is there completely or not at all.
         weights: "q8" (Q8_0, 8.5 bits per weight), "q4" (Q4_0, 4.5 bits) or "q4k" (Q4_K, 4.5 bits
             and nearer to the weights; rows must be multiples of 256).
@@ -131,24 +145,25 @@ def quantize_model(
         progress: called with (bytes written, bytes of all weights), many times.
 
     Raises:
-        BadArgumentError: another kind of model, of weights, or of elements.
+        BadArgumentError: another kind of model, of weights, or of elements; a GGUF file.
         CorruptError: a damaged configuration or safetensors file.
         FileExistsError: `out_dir` is something else than an empty folder.
         IoError: its disk has too little room.
+        NotFoundError: there is no such folder, or no config.json or safetensors files in it.
     """
     for kind in (weights, embeddings, head or embeddings):
         if kind not in WEIGHTS:
             raise errors.BadArgumentError(
                 f'weights of "{kind}" cannot be written; there are: {", ".join(WEIGHTS)}'
             )
-    source = Path(model_dir)
+    source = _folder(model_dir)
     config = _configuration(source)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in _ARCHITECTURES:
         raise errors.BadArgumentError(
             f"{source}: {architecture} cannot be quantised; known are: {', '.join(_ARCHITECTURES)}"
         )
-    if head not in (None, embeddings) and config.get("tie_word_embeddings", False):
+    if head not in (None, embeddings) and _is_tied(config, _ARCHITECTURES[architecture]):
         raise errors.BadArgumentError(
             f"{source}: the head is the token embedding; embeddings={embeddings!r} holds for both"
         )
@@ -168,10 +183,24 @@ def quantize_model(
     return Path(out_dir)
 
 
+def _folder(model: str | os.PathLike[str]) -> Path:
+    check_model_folder(model)
+    if is_gguf_file(model):
+        raise errors.BadArgumentError(
+            f"{os.fspath(model)}: is a GGUF file, and folders are quantised; turn it into one "
+            f"(quire import {os.fspath(model)} DIR --dtype float32) and quantise that"
+        )
+    return Path(model)
+
+
 def _configuration(source: Path) -> dict[str, Any]:
     path = source / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise errors.NotFoundError(
+            f"{path}: there is no such file; give a Hugging Face model folder"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise errors.CorruptError(f"{path}: is no JSON: {error}") from None
     names = config.get("architectures") or [] if isinstance(config, dict) else None
@@ -180,6 +209,15 @@ def _configuration(source: Path) -> dict[str, Any]:
             f'{path}: is no JSON object whose "architectures" are a list of names'
         )
     return config
+
+
+def _is_tied(config: dict[str, Any], architecture: str) -> bool:
+    """Whether the head is the embedding: of Gemma unless the configuration says otherwise."""
+    return bool(config.get("tie_word_embeddings", _is_gemma(architecture)))
+
+
+def _is_gemma(architecture: str) -> bool:
+    return architecture.startswith("gemma")
 
 
 def _heads(source: Path, config: dict[str, Any]) -> dict[str, int]:
@@ -201,9 +239,9 @@ def _plan(
     """`kinds`: of the parts that have others than `weights`."""
     heads = _heads(source, config)
     planned = []
-    for tensor in _stored(source, _float8.block_of(config)):
+    for tensor in _stored(source, architecture, _float8.block_of(config)):
         *_, part, _ = tensor.name.split(".")
-        if part == "lm_head" and config.get("tie_word_embeddings", False):
+        if part == "lm_head" and _is_tied(config, architecture):
             continue
         kind = kinds.get(part, weights)
         if len(tensor.shape) != 2:
@@ -222,14 +260,21 @@ def _plan(
                     f"{heads[part]} heads of pairs"
                 )
             head_rows = tensor.rows // heads[part]
-        planned.append(dataclasses.replace(tensor, kind=kind, head_rows=head_rows))
+        # GGUF has what Gemma multiplies by, the checkpoint what it adds to 1.
+        offset = 1.0 if _is_gemma(architecture) and part.endswith("norm") else 0.0
+        planned.append(
+            dataclasses.replace(tensor, kind=kind, head_rows=head_rows, value_offset=offset)
+        )
     return planned
 
 
-def _stored(source: Path, block: tuple[int, int] | None) -> Iterator[_Tensor]:
+def _stored(
+    source: Path, architecture: str, block: tuple[int, int] | None
+) -> Iterator[_Tensor]:
     files = safetensors_files(source)
     if not files:
-        raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise")
+        other = ", but a GGUF file" if (source / GGUF_WEIGHTS).exists() else ""
+        raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise{other}")
     found = {stored.name: stored for path in files for stored in read_header(path)}
     scales = {
         name: found[scale]
@@ -240,16 +285,25 @@ def _stored(source: Path, block: tuple[int, int] | None) -> Iterator[_Tensor]:
     }
     names_of_scales = {stored.name for stored in scales.values()}
     for name, stored in found.items():
-        if name.endswith(_COMPUTED) or name in names_of_scales or _float8.is_of_activations(name):
+        is_unused = name.endswith(_COMPUTED) or _float8.is_of_activations(name)
+        if is_unused or name in names_of_scales:
             continue
-        _check_can_be_quantised(stored, name in scales)
-        tensor = _Tensor(name, stored.path, stored.type_name, stored.shape, stored.offset)
+        gguf_name = _gguf_name(name, architecture)
+        _check_can_be_quantised(stored, gguf_name is not None, name in scales)
+        assert gguf_name is not None
+        tensor = _Tensor(
+            name, gguf_name, stored.path, stored.type_name, stored.shape, stored.offset
+        )
         if name in scales:
             tensor = dataclasses.replace(tensor, scales=scales[name], block=block)
         yield tensor
 
 
-def _check_can_be_quantised(stored: StoredTensor, has_scales: bool) -> None:
+def _check_can_be_quantised(stored: StoredTensor, is_known: bool, has_scales: bool) -> None:
+    if ".packed" in stored.name:
+        raise errors.BadArgumentError(
+            f"{stored.path}: is of a packed folder; quantise the folder that it was made of"
+        )
     if stored.type_name == _float8.FLOAT8 and not has_scales:
         raise errors.NotFoundError(
             f"{stored.path}: tensor {stored.name} has codes of 8 bits and no scales; "
@@ -257,22 +311,23 @@ def _check_can_be_quantised(stored: StoredTensor, has_scales: bool) -> None:
         )
     is_plain = len(stored.shape) == 2 if has_scales else len(stored.shape) in (1, 2)
     is_plain = is_plain and (has_scales or stored.type_name in FLOATS)
-    if not is_plain or 0 in stored.shape or _gguf_name(stored.name) is None:
+    if not is_plain or 0 in stored.shape or not is_known:
         raise errors.BadArgumentError(
             f"{stored.path}: tensor {stored.name} of {stored.type_name} cannot be quantised; "
             "weights must be F32, F16, BF16 or F8_E4M3 matrices and vectors of a plain decoder"
         )
 
 
-def _gguf_name(name: str) -> str | None:
+def _gguf_name(name: str, architecture: str) -> str | None:
     """None: no tensor of a plain decoder."""
+    parts = _GEMMA_PARTS if _is_gemma(architecture) else _PARTS
     *path, part, kind = ["", *name.split(".")]
-    if part not in _PARTS:
+    if part not in parts:
         return None
     if "layers" not in path:
-        return f"{_PARTS[part]}.{kind}"
+        return f"{parts[part]}.{kind}"
     layer = path[path.index("layers") + 1 :][:1]
-    return f"blk.{layer[0]}.{_PARTS[part]}.{kind}" if layer else None
+    return f"blk.{layer[0]}.{parts[part]}.{kind}" if layer else None
 
 
 def _header(tensors: list[_Tensor], config: dict[str, Any], architecture: str) -> bytes:
@@ -291,10 +346,8 @@ def _header(tensors: list[_Tensor], config: dict[str, Any], architecture: str) -
             parts.append(struct.pack("<II", _UINT32, value))
     offset = 0
     for tensor in tensors:
-        name = _gguf_name(tensor.name)
-        assert name is not None
         sizes = tensor.shape[::-1]
-        parts += [_text(name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
+        parts += [_text(tensor.gguf_name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
         parts.append(struct.pack("<IQ", tensor.gguf_type, offset))
         offset += _aligned(tensor.byte_count)
     header = b"".join(parts)
@@ -350,6 +403,8 @@ def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
                     f"{tensor.path}: tensor {tensor.name} holds {greatest:g}; scales in float16 "
                     f"reach no further than {_GREATEST:g}"
                 )
+            if tensor.value_offset:
+                values = values + np.float32(tensor.value_offset)
             if tensor.head_rows:
                 values = _rotary_pairs(values, tensor.head_rows)
             if tensor.kind == "q4k":

@@ -221,8 +221,8 @@ class TransferPeer(_ffi.ClosingOwner):
         named.
 
         `tokens`, with a number `job` of the caller's, say what is to be computed; `cache_salt` is
-        their tenant's, at most 4 096 bytes. It travels as it is: BadArgumentError over a connection
-        that has neither a secret nor a unix socket. When `timeout` seconds are over, or the
+        their tenant's, at most 4 096 bytes. It travels as it is: BadArgumentError over TCP or
+        UCX with neither a secret nor TLS. When `timeout` seconds are over, or the
         connection is lost, the reservation fails, which ``wait_received`` raises.
 
         BadStateError without a receiving state, TooLargeError for a job or map of more than 1 MiB,

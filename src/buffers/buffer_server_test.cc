@@ -8,10 +8,12 @@
 #include <limits>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/testing/soak.h"
 #include "base/testing/threads_of_process.h"
+#include "buffers/testing/remote_pair.h"
 #include "net/socket.h"
 #include "quire/remote_buffers.h"
 #include "wire/testing/test_tensor.h"
@@ -31,7 +33,18 @@ LookupEntry Entry(const std::vector<int64_t>& tokens, int64_t floats = 0) {
 std::unique_ptr<BufferServer> Serve(BufferServerOptions options = {}) {
   if (!options.lookup) options.lookup = {.capacity_bytes = 1 << 26};
   if (!options.store) options.store = {.capacity_bytes = 1 << 26};
+  // Clients of a test are no threads of their own, and give no signs of life.
+  if (options.dead_after == BufferServerOptions().dead_after)
+    options.dead_after = std::chrono::minutes(1);
   return BufferServer::Start(options).value();
+}
+
+auto ConnectLookup(const std::unique_ptr<BufferServer>& server, RemoteBufferOptions options = {}) {
+  return ConnectLookupBuffer(server->endpoint(), Patient(std::move(options)));
+}
+
+auto ConnectStore(const std::unique_ptr<BufferServer>& server) {
+  return ConnectStoreBuffer(server->endpoint(), Patient(RemoteBufferOptions()));
 }
 
 // A connection that sends what it is told and reads only when it is told.
@@ -92,7 +105,7 @@ TEST(BufferServer, ASlowReaderHoldsNobodyUp) {
   ASSERT_TRUE(server->lookup()->Insert(Entry({1}, 8'000'000)).ok());  // more than sockets hold
   slow.Send(TakeAny(1));
   while (server->lookup()->size() > 0) std::this_thread::yield();
-  const auto client = ConnectLookupBuffer(server->endpoint()).value();
+  const auto client = ConnectLookup(server).value();
   for (int64_t i = 2; i < 50; ++i) {
     ASSERT_TRUE(server->lookup()->Insert(Entry({i}, 100'000)).ok());
     EXPECT_EQ(ValuesOf<int64_t>(client->DropSelect({}).value()->tokens)[0], i);
@@ -110,7 +123,7 @@ TEST(BufferServer, AConnectionThatEndsPutsBackWhatItHad) {
     consumer.Read(5000);
     EXPECT_EQ(server->lookup()->size(), 0);
   }
-  const auto client = ConnectLookupBuffer(server->endpoint()).value();
+  const auto client = ConnectLookup(server).value();
   EXPECT_EQ(client->DropSelect({}).value()->bytes(), 9 + 32'000'000);
 }
 
@@ -171,7 +184,7 @@ TEST(BufferServer, ServesManyClientsAtOnce) {
   std::vector<std::thread> threads;
   for (int c = 0; c < kClients; ++c) {
     threads.emplace_back([&] {
-      const auto client = ConnectLookupBuffer(server->endpoint()).value();
+      const auto client = ConnectLookup(server).value();
       for (int64_t i = 0; i < kEntries / kClients; ++i) {
         const LookupEntry entry = *client->DropSelect({}).value();
         sum += ValuesOf<int64_t>(entry.tokens)[0];
@@ -188,8 +201,8 @@ TEST(BufferServer, ServesManyClientsAtOnce) {
 
 TEST(BufferServer, ManyThreadsShareOneClient) {
   const auto server = Serve({.requests_max = 4});  // fewer than threads: some wait for a place
-  const auto client = ConnectLookupBuffer(server->endpoint()).value();
-  const auto store = ConnectStoreBuffer(server->endpoint()).value();
+  const auto client = ConnectLookup(server).value();
+  const auto store = ConnectStore(server).value();
   std::atomic<int64_t> sum = 0;
   std::vector<std::thread> threads;
   for (int64_t t = 0; t < 12; ++t) {
@@ -212,7 +225,7 @@ TEST(BufferServer, ManyThreadsShareOneClient) {
 TEST(BufferServer, ClosingEitherSideWakesWhoWaits) {
   for (const bool by_server : {true, false}) {
     const auto server = Serve();
-    const auto client = ConnectLookupBuffer(server->endpoint()).value();
+    const auto client = ConnectLookup(server).value();
     std::thread waiter(
         [&] { EXPECT_EQ(client->DropSelect({}).status().code(), StatusCode::kClosed); });
     while (server->lookup()->waiting() == 0) std::this_thread::yield();
@@ -232,7 +245,7 @@ TEST(BufferServer, ClosingEitherSideWakesWhoWaits) {
 
 TEST(BufferServer, AHandoverThatFailsGoesBackToTheServer) {
   const auto server = Serve();
-  const auto client = ConnectLookupBuffer(server->endpoint()).value();
+  const auto client = ConnectLookup(server).value();
   ASSERT_TRUE(server->lookup()->Insert(Entry({1, 1})).ok());
   ASSERT_TRUE(server->lookup()->Insert(Entry({1, 2})).ok());
   {
@@ -247,20 +260,20 @@ TEST(BufferServer, AHandoverThatFailsGoesBackToTheServer) {
 
 TEST(BufferServer, AcceptsNoMoreConnectionsThanAllowed) {
   const auto server = Serve({.connections_max = 2});
-  auto first = ConnectLookupBuffer(server->endpoint()).value();
-  const auto second = ConnectLookupBuffer(server->endpoint()).value();
+  auto first = ConnectLookup(server).value();
+  const auto second = ConnectLookup(server).value();
   const RemoteBufferOptions hasty{.connect_timeout = milliseconds(20)};
   EXPECT_EQ(ConnectLookupBuffer(server->endpoint(), hasty).status().code(),
             StatusCode::kUnavailable);
   first = nullptr;
-  EXPECT_TRUE(ConnectLookupBuffer(server->endpoint()).ok());
+  EXPECT_TRUE(ConnectLookup(server).ok());
 }
 
 TEST(BufferServer, CountsAConnectionBeforeItsClientHasOne) {
   const auto server = Serve({});
   std::vector<std::shared_ptr<LookupBuffer>> clients;
   for (int64_t i = 1; i <= 200; ++i) {
-    clients.push_back(ConnectLookupBuffer(server->endpoint()).value());
+    clients.push_back(ConnectLookup(server).value());
     ASSERT_EQ(server->connections(), i);
   }
 }
@@ -309,15 +322,15 @@ TEST(BufferServer, RefusesOptionsOutOfRange) {
 TEST(BufferServer, RefusesAnswersThatAreTooLarge) {
   const auto server = Serve();
   ASSERT_TRUE(server->lookup()->Insert(Entry({1}, 1000)).ok());
-  const auto small = ConnectLookupBuffer(server->endpoint(), {.message_bytes_max = 1000}).value();
+  const auto small = ConnectLookup(server, {.message_bytes_max = 1000}).value();
   EXPECT_EQ(small->DropSelect({}).status().code(), StatusCode::kTooLarge);
-  const auto client = ConnectLookupBuffer(server->endpoint()).value();
+  const auto client = ConnectLookup(server).value();
   EXPECT_EQ(client->DropSelect({}).value()->bytes(), 9 + 4000) << "it went back";
 }
 
 TEST(BufferServer, TakesTensorsAsLargeAsItsStoreWhateverQueriesMayHold) {
   const auto server = Serve({.store = {{.capacity_bytes = 1 << 20}}, .query_bytes_max = 64});
-  const auto client = ConnectStoreBuffer(server->endpoint()).value();
+  const auto client = ConnectStore(server).value();
   const Status put = client->Put("k", Floats({(1 << 18) - 100}, 1));
   EXPECT_TRUE(put.ok()) << put.ToString();
 }

@@ -190,6 +190,8 @@ Status EngineImpl::RunStep() {
       if (!traffic_.Await()) return {};
       continue;
     }
+    const StepSize size = SizeOf(batch);
+    const int64_t start_ns = clock_->SteadyNs();
     bool plan_anew = false;
     TreeBatch trees;
     QUIRE_RETURN_IF_ERROR(trees_.Plan(&batch, &trees, &plan_anew));
@@ -197,7 +199,10 @@ Status EngineImpl::RunStep() {
     trees_.Run(trees, &batch);
     const Status status = batch.empty() ? Status() : batches_.Run(batch, &plan_anew);
     if (plan_anew) continue;
-    if (status.ok()) traffic_.NoteComputed();
+    if (status.ok()) {
+      planner_.NotePace(size, clock_->SteadyNs() - start_ns);
+      traffic_.NoteComputed();
+    }
     if (status.code() != StatusCode::kOutOfPages) return status;
     planner_.MakeRoom();
     may_admit = false;

@@ -15,9 +15,9 @@ constexpr int64_t kSuperInputs = kQuantGroup * kSuperGroups;
 
 // One block of a row in parts that every format has: a byte per input, and scales per group.
 struct BlockParts {
-  int8_t codes[kSuperInputs];  // of 8 bits signed, else 0 ... 63
-  uint8_t scales[kSuperGroups]
-                [2];      // kPairs: s, t; kHalves: s of each half, kGroups: s - 32, signed
+  int8_t codes[kSuperInputs];       // of 8 bits signed, else 0 ... 63
+  uint8_t scales[kSuperGroups][2];  // kPairs: s, t; kHalves, kHalfPairs: of each half, as strips
+                                    // have them; kGroups: s - 32, signed
   uint16_t d = 0, m = 0;  // float16, with kPowerOfTwo bfloat16
   uint32_t word = 0;      // kWord, kWordWithZero
 };
@@ -108,6 +108,39 @@ void ReadQ6KBlock(const uint8_t* bytes, BlockParts* parts) {
   parts->d = ReadF16(bytes + 208);
 }
 
+// Two bits of each code: those of 128 inputs share 32 bytes, of a group all the same bits of them.
+void ReadPairsOfBits(const uint8_t* bytes, int8_t* codes) {
+  for (int64_t i = 0; i < kSuperInputs; ++i) {
+    const int shift = static_cast<int>(i / kQuantGroup % 4 * 2);
+    codes[i] = static_cast<int8_t>(bytes[i / 128 * 32 + i % 32] >> shift & 3);
+  }
+}
+
+// Byte i of the first 32 holds the third bits of input i of all groups. Of the sixteen scales the
+// lower four bits stand two in a byte, scales 0 and 8 in the first, the upper two of all in the
+// four bytes behind: those of 0, 4, 8 and 12 in the first.
+void ReadQ3KBlock(const uint8_t* bytes, BlockParts* parts) {
+  ReadPairsOfBits(bytes + 32, parts->codes);
+  for (int64_t i = 0; i < kSuperInputs; ++i) {
+    const int third = bytes[i % kQuantGroup] >> (i / kQuantGroup) & 1;
+    parts->codes[i] = static_cast<int8_t>(parts->codes[i] | third << 2);
+  }
+  const uint8_t* const scales = bytes + 96;
+  for (int s = 0; s < 2 * kSuperGroups; ++s) {
+    const int lower = scales[s % 8] >> (s / 8 * 4) & 15;
+    const int upper = scales[8 + s % 4] >> (s / 4 * 2) & 3;
+    parts->scales[s / 2][s % 2] = static_cast<uint8_t>((lower | upper << 4) - 32);
+  }
+  parts->d = ReadF16(bytes + 108);
+}
+
+void ReadQ2KBlock(const uint8_t* bytes, BlockParts* parts) {
+  std::memcpy(parts->scales, bytes, sizeof(parts->scales));
+  ReadPairsOfBits(bytes + 16, parts->codes);
+  parts->d = ReadF16(bytes + 80);
+  parts->m = ReadF16(bytes + 82);
+}
+
 // A word, then the codes of 32 or 128 inputs; 4-bit codes 32 by 32.
 void ReadWordBlock(WeightFormat format, const uint8_t* bytes, BlockParts* parts) {
   std::memcpy(&parts->word, bytes, sizeof(parts->word));
@@ -158,6 +191,10 @@ void ReadBlock(WeightFormat format, const std::byte* block, BlockParts* parts) {
       return ReadQ6KBlock(bytes, parts);
     case WeightFormat::kIQ4_XS:
       return ReadIq4XsBlock(bytes, parts);
+    case WeightFormat::kQ3_K:
+      return ReadQ3KBlock(bytes, parts);
+    case WeightFormat::kQ2_K:
+      return ReadQ2KBlock(bytes, parts);
     case WeightFormat::kI8G:
     case WeightFormat::kI8Z:
     case WeightFormat::kI4G:
@@ -193,6 +230,8 @@ float ScaleOf(const WeightLayout& layout, const BlockParts& parts, int64_t i) {
     case BlockScales::kHalves:
       return F16ToF32(parts.d) *
              static_cast<float>(static_cast<int8_t>(scales[i % kQuantGroup / 16]));
+    case BlockScales::kHalfPairs:
+      return F16ToF32(parts.d) * static_cast<float>(scales[i % kQuantGroup / 16] & 15);
     case BlockScales::kGroups:
       return F16ToF32(parts.d) * static_cast<float>(static_cast<int8_t>(scales[0]));
     case BlockScales::kWord:
@@ -210,6 +249,9 @@ void Dequantise(WeightFormat format, const BlockParts& parts, float* values) {
     const float product = ScaleOf(layout, parts, i) * ValueOf(layout, parts, parts.codes[i]);
     if (layout.scales == BlockScales::kPairs) {
       values[i] = product - m * static_cast<float>(parts.scales[i / kQuantGroup][1]);
+    } else if (layout.scales == BlockScales::kHalfPairs) {
+      const int t = parts.scales[i / kQuantGroup][i % kQuantGroup / 16] >> 4;
+      values[i] = product - m * static_cast<float>(t);
     } else if (layout.scales == BlockScales::kOwnWithSummand) {
       values[i] = product + m;
     } else {
@@ -249,12 +291,43 @@ constexpr int64_t PlaceOf(int64_t input, int64_t output) {
   return input / 4 * kStripOutputs * 4 + output * 4 + input % 4;
 }
 
-// The byte behind the nibbles that holds the bits of a code from the fifth on, and where in it.
-int64_t UpperPlaceOf(CodeBits bits, int64_t input, int64_t output) {
-  return 256 + (bits == CodeBits::kSix ? input / 16 * 64 : 0) + output * 4 + input % 4;
+// Bits of codes that do not lie in nibbles, one of each code or two: `count` from bit `first` on,
+// in the bytes from `begin` of a group on.
+struct BitField {
+  int64_t begin;
+  int first, count;
+
+  int64_t PlaceOf(int64_t input, int64_t output) const {
+    return begin + (count == 2 ? input / 16 * 64 : 0) + output * 4 + input % 4;
+  }
+  int ShiftOf(int64_t input) const {
+    return static_cast<int>(count == 2 ? input % 16 / 4 * 2 : input / 4);
+  }
+  int mask() const { return (1 << count) - 1; }
+};
+constexpr BitField kFifthBits[] = {{256, 4, 1}};
+constexpr BitField kUpperOfSix[] = {{256, 4, 2}};
+constexpr BitField kThreeBits[] = {{0, 0, 2}, {128, 2, 1}};
+constexpr BitField kTwoBits[] = {{0, 0, 2}};
+
+std::span<const BitField> FieldsOf(CodeBits bits) {
+  switch (bits) {
+    case CodeBits::kEight:
+    case CodeBits::kFour:
+      return {};
+    case CodeBits::kFive:
+      return kFifthBits;
+    case CodeBits::kSix:
+      return kUpperOfSix;
+    case CodeBits::kThree:
+      return kThreeBits;
+    case CodeBits::kTwo:
+      return kTwoBits;
+  }
+  return {};
 }
-int UpperShiftOf(CodeBits bits, int64_t input) {
-  return static_cast<int>(bits == CodeBits::kSix ? input % 16 / 4 * 2 : input / 4);
+bool HasNibbles(CodeBits bits) {
+  return bits == CodeBits::kFour || bits == CodeBits::kFive || bits == CodeBits::kSix;
 }
 
 void PackCodes(CodeBits bits, const int8_t* codes, int64_t output, std::byte* group) {
@@ -264,13 +337,17 @@ void PackCodes(CodeBits bits, const int8_t* codes, int64_t output, std::byte* gr
     }
     return;
   }
-  for (int64_t i = 0; i < kQuantGroup / 2; ++i) {
-    group[PlaceOf(i, output)] = static_cast<std::byte>((codes[i] & 15) | (codes[16 + i] & 15) << 4);
+  if (HasNibbles(bits)) {
+    for (int64_t i = 0; i < kQuantGroup / 2; ++i) {
+      const int both = (codes[i] & 15) | (codes[16 + i] & 15) << 4;
+      group[PlaceOf(i, output)] = static_cast<std::byte>(both);
+    }
   }
-  if (bits == CodeBits::kFour) return;
-  for (int64_t i = 0; i < kQuantGroup; ++i) {
-    group[UpperPlaceOf(bits, i, output)] |=
-        static_cast<std::byte>(codes[i] >> 4 << UpperShiftOf(bits, i));
+  for (const BitField& field : FieldsOf(bits)) {
+    for (int64_t i = 0; i < kQuantGroup; ++i) {
+      group[field.PlaceOf(i, output)] |=
+          static_cast<std::byte>((codes[i] >> field.first & field.mask()) << field.ShiftOf(i));
+    }
   }
 }
 
@@ -280,12 +357,14 @@ void UnpackCodes(CodeBits bits, const std::byte* group, int64_t output, int8_t* 
       codes[i] = static_cast<int8_t>(group[PlaceOf(i, output)]);
       continue;
     }
-    const auto both = static_cast<int>(group[PlaceOf(i % 16, output)]);
-    int code = i < 16 ? both & 15 : both >> 4;
-    if (bits != CodeBits::kFour) {
-      const int mask = bits == CodeBits::kSix ? 3 : 1;
-      const auto upper = static_cast<int>(group[UpperPlaceOf(bits, i, output)]);
-      code |= (upper >> UpperShiftOf(bits, i) & mask) << 4;
+    int code = 0;
+    if (HasNibbles(bits)) {
+      const auto both = static_cast<int>(group[PlaceOf(i % 16, output)]);
+      code = i < 16 ? both & 15 : both >> 4;
+    }
+    for (const BitField& field : FieldsOf(bits)) {
+      const auto byte = static_cast<int>(group[field.PlaceOf(i, output)]);
+      code |= (byte >> field.ShiftOf(i) & field.mask()) << field.first;
     }
     codes[i] = static_cast<int8_t>(code);
   }

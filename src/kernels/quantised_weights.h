@@ -30,6 +30,10 @@ namespace quire {
 //                       float16 d.                                 w = d s (q - 32)
 //   kIQ4_XS, 256 inputs: float16 d; per 32 inputs 6-bit s;
 //                       4-bit q[256].                              w = d (s - 32) value(q)
+//   kQ3_K, 256 inputs:  3-bit q[256]; per 16 inputs 6-bit s;
+//                       float16 d.                                 w = d (s - 32) (q - 4)
+//   kQ2_K, 256 inputs:  per 16 inputs 4-bit s, t; 2-bit q[256];
+//                       float16 d, m.                              w = d s q - m t
 // Not of GGUF but of Hugging Face folders; G and Z: of 32 inputs, Wide: of 128. z is an integer of
 // its own for each block:
 //   kI8G, kI8GWide:     float32 d; int8 q[32 or 128].              w = d q
@@ -48,6 +52,8 @@ enum class WeightFormat : uint8_t {
   kQ5_K,
   kQ6_K,
   kIQ4_XS,
+  kQ3_K,
+  kQ2_K,
   kI8G,
   kI8Z,
   kI4G,
@@ -59,11 +65,12 @@ enum class WeightFormat : uint8_t {
 };
 
 inline constexpr WeightFormat kWeightFormats[] = {
-    WeightFormat::kQ8_0,    WeightFormat::kQ4_0,    WeightFormat::kQ4_1,   WeightFormat::kQ5_0,
-    WeightFormat::kQ5_1,    WeightFormat::kIQ4_NL,  WeightFormat::kMXFP4,  WeightFormat::kQ4_K,
-    WeightFormat::kQ5_K,    WeightFormat::kQ6_K,    WeightFormat::kIQ4_XS, WeightFormat::kI8G,
-    WeightFormat::kI8Z,     WeightFormat::kI4G,     WeightFormat::kI4Z,    WeightFormat::kI8GWide,
-    WeightFormat::kI8ZWide, WeightFormat::kI4GWide, WeightFormat::kI4ZWide};
+    WeightFormat::kQ8_0,   WeightFormat::kQ4_0,    WeightFormat::kQ4_1,    WeightFormat::kQ5_0,
+    WeightFormat::kQ5_1,   WeightFormat::kIQ4_NL,  WeightFormat::kMXFP4,   WeightFormat::kQ4_K,
+    WeightFormat::kQ5_K,   WeightFormat::kQ6_K,    WeightFormat::kIQ4_XS,  WeightFormat::kQ3_K,
+    WeightFormat::kQ2_K,   WeightFormat::kI8G,     WeightFormat::kI8Z,     WeightFormat::kI4G,
+    WeightFormat::kI4Z,    WeightFormat::kI8GWide, WeightFormat::kI8ZWide, WeightFormat::kI4GWide,
+    WeightFormat::kI4ZWide};
 
 // Values of 4-bit codes. The second are the numbers of a sign, two bits of exponent and one of
 // mantissa, times two.
@@ -72,13 +79,14 @@ inline constexpr int8_t kNearlyNormal[16] = {-127, -104, -83, -65, -49, -35, -22
 inline constexpr int8_t kTinyFloat[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // The parts of a format.
-enum class CodeBits : uint8_t { kEight, kFour, kFive, kSix };
+enum class CodeBits : uint8_t { kEight, kFour, kFive, kSix, kThree, kTwo };
 enum class BlockScales : uint8_t {
   kOwn,             // d of a block of 32
   kOwnWithSummand,  // and m
   kPowerOfTwo,      // 2^(e - 128) of a block of 32
   kPairs,           // d and m of a block of 256; s, t of a group
   kHalves,          // d of a block of 256; s of 16 inputs
+  kHalfPairs,       // d and m of a block of 256; s, t of 16 inputs, four bits each
   kGroups,          // d of a block of 256; s of a group
   kWord,            // float32 d of a block of 32 or 128
   kWordWithZero,    // d and z of a block of 32 or 128, in 32 bits
@@ -108,6 +116,8 @@ inline constexpr WeightLayout kWeightLayouts[] = {
     {"Q5_K", 13, 256, 176, CodeBits::kFive, BlockScales::kPairs},
     {"Q6_K", 14, 256, 210, CodeBits::kSix, BlockScales::kHalves, 5},
     {"IQ4_XS", 23, 256, 136, CodeBits::kFour, BlockScales::kGroups, 0, kNearlyNormal},
+    {"Q3_K", 11, 256, 110, CodeBits::kThree, BlockScales::kHalves, 2},
+    {"Q2_K", 10, 256, 84, CodeBits::kTwo, BlockScales::kHalfPairs},
     {"I8G", kNotOfGguf, 32, 36, CodeBits::kEight, BlockScales::kWord},
     {"I8Z", kNotOfGguf, 32, 36, CodeBits::kEight, BlockScales::kWordWithZero},
     {"I4G", kNotOfGguf, 32, 20, CodeBits::kFour, BlockScales::kWord, 3},
@@ -137,7 +147,8 @@ constexpr bool IsWide(WeightFormat format) { return LayoutOf(format).block_input
 // w has a summand beside the product.
 constexpr bool HasSummand(WeightFormat format) {
   const BlockScales scales = LayoutOf(format).scales;
-  return scales == BlockScales::kOwnWithSummand || scales == BlockScales::kPairs;
+  return scales == BlockScales::kOwnWithSummand || scales == BlockScales::kPairs ||
+         scales == BlockScales::kHalfPairs;
 }
 
 std::string_view WeightFormatName(WeightFormat format);  // "Q8_0", ...; static storage
@@ -163,12 +174,13 @@ inline constexpr int64_t kSuperGroups = 8;  // groups of a block of 256
 // A strip is 16 outputs, whose bytes lie side by side; outputs from n on are zeros. Its bytes are
 // in the order in which a kernel reads them, so that memory sees one stream:
 //   per 8 groups (the last may be a part of them), scales of a block of 256: float16 d[16], then
-//     m[16] (kPairs) or 32 zeros, so that all parts begin with a cache line; Wide formats: words of
-//     both blocks of 128, each [16]
+//     m[16] (kPairs, kHalfPairs) or 32 zeros, so that all parts begin with a cache line; Wide
+//     formats: words of both blocks of 128, each [16]
 //   per pair of groups (the last may be half empty):
 //     scales of both, each: float16 d[16], with kOwnWithSummand m[16]; kPowerOfTwo: bfloat16 d[16];
-//       kPairs: uint8 s[16], t[16]; kHalves: int8 s[2][16]; kGroups: int8 (s - 32)[16], 16 zeros;
-//       words of blocks of 32: [16]; Wide formats: nothing
+//       kPairs: uint8 s[16], t[16]; kHalves: int8 s[2][16], of kQ3_K s - 32; kHalfPairs: uint8
+//       (s + 16 t)[2][16]; kGroups: int8 (s - 32)[16], 16 zeros; words of blocks of 32: [16]; Wide
+//       formats: nothing
 //     codes of both, each:
 //       8 bits: [8][16 outputs][4 inputs] int8
 //       4 bits: [4][16 outputs][4], the low half of a byte input 4 i + j, the high half 16 + 4 i +
@@ -176,6 +188,9 @@ inline constexpr int64_t kSuperGroups = 8;  // groups of a block of 256
 //       5 bits: as 4 bits; then [16 outputs][4]: bit b of byte j is the fifth of input 4 b + j
 //       6 bits: as 4 bits; then [2][16 outputs][4]: bits 2 b, 2 b + 1 of byte (i, j) are the upper
 //         two of input 16 i + 4 b + j
+//       2 bits: [2][16 outputs][4]: bits 2 b, 2 b + 1 of byte (i, j) are those of input 16 i + 4 b
+//         + j
+//       3 bits: as 2 bits; then [16 outputs][4]: bit b of byte j is the third of input 4 b + j
 inline constexpr int64_t kStripOutputs = 16;
 
 constexpr int64_t GroupCodeBytes(WeightFormat format) {
@@ -188,6 +203,10 @@ constexpr int64_t GroupCodeBytes(WeightFormat format) {
       return 320;
     case CodeBits::kSix:
       return 384;
+    case CodeBits::kThree:
+      return 192;
+    case CodeBits::kTwo:
+      return 128;
   }
   return 0;
 }

@@ -24,7 +24,7 @@ class Pipe:
         self._queue.put(tensor)
 
     def recv_tensor(self) -> Any:
-        return self._queue.get(timeout=20)
+        return self._queue.get(timeout=120)
 
 
 class LegacyPipeAdapter:

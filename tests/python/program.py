@@ -1,10 +1,12 @@
-"""Calls of the program `quire`, in this process and as one of its own, certificates for TLS, and
-UCX."""
+"""Calls of the program `quire`, in this process and as one of its own, certificates for TLS, UCX,
+and ports for the programs of others."""
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -44,6 +46,18 @@ def process(
         env=variables,
         **(streams | options),  # type: ignore[call-overload]
     )
+
+
+def free_port() -> int:
+    """For a program that is told its port: below those that the system gives to connections and to
+    whoever asks for any, so that nobody takes it before the program does."""
+    while True:
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            except OSError:
+                continue
+            return int(listener.getsockname()[1])
 
 
 class Certificates:

@@ -593,7 +593,7 @@ def test_generate_with_documents(
     assert ones["ids"] == full["ids"] and "(exact: " in note
     assert ones["usage"]["blend"]["moved_tokens"] > 0
     # One process learns, the next one finds.
-    store = ("--kv-dir", str(tmp_path / "kv"))
+    store = ("--kv-dir", str(tmp_path / "kv"), "--kv-load-timeout", "60")
     first, note = generate(capsys, long_tiny, files, "--blend", "0.1", *store)
     assert "(APPROXIMATE: " in note and first["usage"]["blend"]["learned_tokens"] > 20
     assert "; waited " in note
@@ -709,7 +709,8 @@ def test_blend_add_makes_documents_known(
     )
     assert code == 0, err
     assert [entry["file"] for entry in json.loads(out)["documents"]] == files
-    result, _ = generate(capsys, long_tiny, files, "--blend", "0.1", *store[:2])
+    patient = ("--kv-load-timeout", "60")
+    result, _ = generate(capsys, long_tiny, files, "--blend", "0.1", *store[:2], *patient)
     assert result["usage"]["blend"]["learned_tokens"] < 10
 
 

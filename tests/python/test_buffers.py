@@ -166,7 +166,7 @@ def test_closing_wakes_a_waiting_consumer() -> None:
     while buffer.waiting == 0:
         pass
     buffer.close()
-    consumer.join(10)
+    consumer.join()
     assert len(raised) == 1
 
 

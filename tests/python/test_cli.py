@@ -403,6 +403,44 @@ def test_a_name_of_a_hub_says_that_nothing_is_downloaded(
         quire.Engine("Some-Org/Some-Model-1.5B")
 
 
+def test_a_hub_name_of_gguf_files_says_how_to_fetch_one_of_them() -> None:
+    """All of them would be a hundred GB and no model folder."""
+    name = "Some-Org/Some-Model-1.5B-GGUF"
+    with pytest.raises(
+        quire.NotFoundError, match=f"hf download {name} FILE.gguf .*Some-Model-1.5B-GGUF/FILE.gguf"
+    ):
+        quire.Engine(name)
+
+
+def test_a_folder_of_gguf_files_names_them(
+    capsys: pytest.CaptureFixture[str], gguf: Path, tmp_path: Path
+) -> None:
+    code, out, err = run(capsys, "generate", str(tmp_path), "Hi")
+    assert (code, out) == (1, "") and f"give one of them, such as {gguf}" in err
+    gguf.rename(tmp_path / "one.gguf")
+    (tmp_path / "config.json").write_text("{}")  # some repositories have one beside them
+    for index in range(9):
+        (tmp_path / f"other-{index}.gguf").touch()
+    with pytest.raises(quire.NotFoundError, match=r"other-6.gguf, \.\.\.\)"):
+        quire.Engine(tmp_path)
+
+
+def test_a_single_word_that_names_a_gguf_file_is_the_model(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gguf: Path,
+    tmp_path: Path,
+) -> None:
+    """It was taken for a prompt to the embedded model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
+    code, out, err = run(capsys, "generate", gguf.name, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["longest_context"] == 256
+    code, _, err = run(capsys, "generate", "absent.gguf")
+    assert code == 1 and "absent.gguf: there is no such GGUF file; if it is meant as" in err
+
+
 _LFS_POINTER = (
     "version https://git-lfs.github.com/spec/v1\noid sha256:"
     + "0" * 64

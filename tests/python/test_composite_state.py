@@ -440,7 +440,7 @@ def test_a_prefill_of_all_parts_goes_on_in_another_state() -> None:
         with pytest.raises(quire.BadStateError, match=r"the state after token 3"):
             receiver.whole.disagg_commit_recv(receive.epoch, 3)
     assert receiver.digests() == before
-    receiver.whole.wait_received(receive.epoch, 10, timeout=5)
+    receiver.whole.wait_received(receive.epoch, 10, timeout=60)
     assert receiver.whole.receive_progress(receive.epoch).layer_rows == (10, 10, 10)
     assert not sender.whole.send_progress(0).active
     receiver.whole.disagg_commit_recv(receive.epoch, 10)
@@ -461,7 +461,7 @@ def test_a_transfer_that_went_past_the_end_says_so() -> None:
     sender.forward([0], [5], draw(5))
     assert "went past position 3" in sender.whole.send_progress(0).failure
     with pytest.raises(quire.NeedsReplayError, match="went past position 3"):
-        receiver.whole.wait_received(receive.epoch, 3, timeout=5)
+        receiver.whole.wait_received(receive.epoch, 3, timeout=60)
     receiver.whole.disagg_cancel_recv(receive.epoch)
     receiver.forward([0], [5], draw(5))
     receiver.whole.disconnect_channel(channel, peer=0)

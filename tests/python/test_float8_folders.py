@@ -212,6 +212,43 @@ def test_quantising_takes_the_numbers(tmp_path, monkeypatch, form):
     assert np.array_equal(logits(made[0]), logits(made[1]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_one_matrix_may_be_plain(tmp_path, dtype):
+    """As folders are that leave out matrices by name ("ignore"); they were refused."""
+    model, plain = model_of(tmp_path, FORMS["small_blocks"])
+    file = model.directory / "model.safetensors"
+    stored = load_file(file)
+    for name in list(stored):
+        if "k_proj" in name or "gate_proj" in name:
+            stored.pop(name)
+    for name, numbers in plain.weights.items():
+        if "k_proj" in name or "gate_proj" in name:
+            stored[name] = torch.from_numpy(numbers)
+    save_file(stored, str(file))
+    ours = logits(model.directory, dtype=dtype)
+    assert np.array_equal(ours, logits(plain.directory, dtype=dtype))
+    packed = quire.pack_model(model.directory, tmp_path / "packed", dtype=dtype, threads=1)
+    assert np.array_equal(ours, logits(packed, dtype=dtype))
+
+
+def test_quantising_leaves_out_the_scales_of_keys_and_values(tmp_path):
+    """Folders that were made for FP8 caches have them; they were refused."""
+    model, _ = model_of(tmp_path, FORMS["channel"])
+    file = model.directory / "model.safetensors"
+    expected = logits(quantize_model(model.directory, tmp_path / "before"))
+    layer = "model.layers.0.self_attn"
+    names = (f"{layer}.k_scale", f"{layer}.v_proj.v_scale", f"{layer}.k_proj.output_scale")
+    save_file(load_file(file) | {name: torch.ones(1) for name in names}, str(file))
+    assert np.array_equal(expected, logits(quantize_model(model.directory, tmp_path / "after")))
+
+
+def test_a_packed_folder_is_not_quantised(tmp_path):
+    model, _ = model_of(tmp_path, FORMS["blocks"])
+    packed = quire.pack_model(model.directory, tmp_path / "packed", threads=1)
+    with pytest.raises(quire.BadArgumentError, match="quantise the folder that it was made of"):
+        quantize_model(packed, tmp_path / "made")
+
+
 def test_what_cannot_be_quantised_is_named(tmp_path):
     model, _ = model_of(tmp_path, FORMS["blocks"])
     file = model.directory / "config.json"

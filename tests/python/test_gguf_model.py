@@ -19,7 +19,7 @@ from quire.identity import model_identity
 from quire.quantizing import quantize_model
 
 QUANTISED = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"]
-BLOCKS_OF_256 = ["Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
+BLOCKS_OF_256 = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]
 TEXT = "the thing in there 12"
 
@@ -88,6 +88,36 @@ def test_quantised_weights_in_blocks_of_256_are_near_the_import(tmp_path, kind):
     assert not np.array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("plain", ["q_proj", "k_proj", "v_proj", "up_proj"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])  # with biases
+def test_parts_of_one_matrix_may_be_plain(tmp_path, arch, plain):
+    """Some quantisers leave a few matrices as they are; such files were refused."""
+    scaled = checkpoint(arch)
+    for name, kind in (("mixed", "BF16"), ("all", "Q8_0")):
+        tiny_gguf.write_model(
+            tmp_path / f"{name}.gguf",
+            scaled,
+            arch=arch,
+            matrix_type=GGMLQuantizationType.Q8_0,
+            other_types={plain: GGMLQuantizationType[kind]},
+        )
+    file = tmp_path / "mixed.gguf"
+    folder = importer.import_gguf(file, tmp_path / "imported", dtype="float32")
+    ours, theirs = logits(file), logits(folder)
+    assert np.abs(ours - theirs).mean() < 0.02 * theirs.std()
+    assert not np.array_equal(ours, logits(tmp_path / "all.gguf"))
+    assert np.array_equal(ours, logits(file, threads=2, prefill_chunk=3, page_size=4))
+    packed = quire.pack_model(model_folder(file), tmp_path / "packed", dtype="float32")
+    assert np.array_equal(ours, logits(packed))
+    plans = [quire.Engine.plan_memory(model, dtype="float32") for model in (file, packed)]
+    assert plans[0].weight_bytes == plans[1].weight_bytes
+    again = quire.pack_model(packed, tmp_path / "again", dtype="float32")
+    assert all(
+        (packed / name).read_bytes() == (again / name).read_bytes()
+        for name in ("model.safetensors", "config.json")
+    )
+
+
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_logits_do_not_depend_on_cuts_threads_or_the_path(tmp_path, kind):
     file = write(tmp_path / "model.gguf", kind)
@@ -144,7 +174,9 @@ def test_another_quantisation_is_another_model(tmp_path):
 @pytest.mark.usefixtures("wide")
 def test_what_is_not_taken_is_refused_by_name(tmp_path):
     file = write(tmp_path / "model.gguf", "TQ2_0")
-    with pytest.raises(quire.BadArgumentError, match="embed_tokens.*stored as .*Q4_K"):
+    with pytest.raises(
+        quire.BadArgumentError, match="embed_tokens.*stored as TQ2_0; .*Q4_K.*quire import"
+    ):
         logits(file)
 
 
@@ -220,6 +252,27 @@ def test_damage_of_a_packed_model_is_named(tmp_path):
 
 
 
+def test_a_server_calls_a_file_by_its_name(tmp_path):
+    """Not by that of the folder in the cache, which a touch of the file changes."""
+    from quire.cli import serve
+
+    file = write(tmp_path / "Some-Model-Q8_0.gguf", "Q8_0")
+    options = serve.parser().parse_args([str(file)])
+    assert serve._model_names(options, str(model_folder(file))) == ("Some-Model-Q8_0",)
+
+
+def test_a_file_is_no_folder_to_be_quantised(tmp_path, capsys):
+    """The message named a folder of the cache."""
+    file = write(tmp_path / "model.gguf", "Q8_0")
+    with pytest.raises(quire.BadArgumentError, match="is a GGUF file, and folders are quantised"):
+        quantize_model(file, tmp_path / "out")
+    code, _, error = run(capsys, "quantize", str(file), str(tmp_path / "out"))
+    assert code == 1
+    assert f"quire import {file} DIR" in error
+    with pytest.raises(quire.NotFoundError, match="to quantise, but a GGUF file"):
+        quantize_model(model_folder(file), tmp_path / "out")
+
+
 def test_the_program_takes_a_file(tmp_path, capsys):
     file = write(tmp_path / "model.gguf", "Q8_0")
     arguments = [str(file), "the", "--threads", "1", "--kv-bytes", "1M"]
@@ -229,16 +282,17 @@ def test_the_program_takes_a_file(tmp_path, capsys):
     assert run(capsys, "inspect", str(file))[0] == 0
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("weights", ["q8", "q4"])
 def test_quantising_a_folder_gives_the_codes_of_the_format(tmp_path, arch, weights):
     """The same file as the gguf package's quantiser and writer make of the same values."""
     kind = {"q8": "Q8_0", "q4": "Q4_0"}[weights]
+    tied = arch in tiny_gguf.GEMMA
     source = importer.import_gguf(
-        write(tmp_path / "source.gguf", "F32", arch, tied=False), tmp_path / "s", dtype="float32"
+        write(tmp_path / "source.gguf", "F32", arch, tied), tmp_path / "s", dtype="float32"
     )
     ours = quantize_model(source, tmp_path / "ours", weights=weights, embeddings=weights)
-    theirs = write(tmp_path / "theirs.gguf", kind, arch, tied=False)
+    theirs = write(tmp_path / "theirs.gguf", kind, arch, tied)
     assert np.array_equal(logits(ours), logits(theirs))
 
 

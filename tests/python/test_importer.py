@@ -195,6 +195,47 @@ def test_tokens_template_and_ends_are_kept(tmp_path):
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
+def ends_of(tmp_path, change) -> list[int] | int:
+    tiny_gguf.write_model(
+        tmp_path / "m.gguf", tiny_gguf.random_weights(1, tiny_gguf.vocab_size()), change=change
+    )
+    out = import_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    return json.loads((out / "generation_config.json").read_text())["eos_token_id"]
+
+
+@pytest.mark.parametrize("text", ["<end_of_turn>", "<|eot_id|>", "<|eom_id|>"])
+def test_the_end_of_a_turn_ends_an_answer_although_the_file_names_eos_alone(tmp_path, text):
+    """As files of Gemma 2 are: chats went on for ever."""
+
+    def change(writer):
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value[1] = text
+
+    assert ends_of(tmp_path, change) == [2, 1]
+
+
+def test_an_end_of_a_turn_that_eos_is_not_is_found_by_its_text(tmp_path):
+    def change(writer):
+        writer.kv_data[0]["tokenizer.ggml.eos_token_id"].value = 0
+
+    assert ends_of(tmp_path, change) == [0, 2]
+
+
+def test_gemma_2_without_caps_and_window_has_those_of_all_its_models(tmp_path):
+    """As its first converter wrote it."""
+    left_out = ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window")
+
+    def change(writer):
+        for name in left_out:
+            del writer.kv_data[0][f"gemma2.{name}"]
+
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "gemma2")
+    tiny_gguf.write_model(tmp_path / "m.gguf", weights, "gemma2", change=change)
+    config, _ = read_folder(import_gguf(tmp_path / "m.gguf", tmp_path / "out"))
+    assert config["attn_logit_softcapping"] == 50
+    assert config["final_logit_softcapping"] == 30
+    assert config["sliding_window"] == 4096
+
+
 def test_llama3_rope_factors_become_their_parameters(tmp_path):
     factors = llama3_factors(tiny_gguf.HEAD_DIM, 10000.0, 8.0).astype(np.float32)
     weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size())
@@ -251,6 +292,20 @@ def test_linear_and_yarn_scaling(tmp_path):
     assert read_folder(tmp_path / "l")[0]["rope_scaling"] == {"rope_type": "linear", "factor": 2.5}
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_without_a_type_scales_linearly(tmp_path, key):
+    """It was passed over without a word: wrong logits from the first token on."""
+    for factor, expected in ((4.0, {"rope_type": "linear", "factor": 4.0}), (1.0, None)):
+        name = f"{key}{factor}"
+        tiny_gguf.write_model(
+            tmp_path / f"{name}.gguf",
+            tiny_gguf.random_weights(1, tiny_gguf.vocab_size()),
+            change=lambda writer, factor=factor: writer.add_float32(f"llama.{key}", factor),
+        )
+        config, _ = read_folder(import_gguf(tmp_path / f"{name}.gguf", tmp_path / name))
+        assert config["rope_scaling"] == expected
+
+
 # What the importer refuses ------------------------------------------------------------------------
 
 
@@ -283,6 +338,10 @@ ATTACKS = {
     "empty": (b"", "shorter than a GGUF header"),
     "magic only": (b"GGUF", "shorter than a GGUF header"),
     "other file": (b"PK\x03\x04" + PAD, "is not a GGUF file"),
+    "pointer of Git LFS": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n",
+        "is a Git LFS pointer, not the file itself; fetch it: git lfs pull",
+    ),
     "version 1": (header(version=1) + PAD, "has GGUF version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + PAD, "big-endian"),
     "tensor count": (header(tensors=HUGE) + PAD, "declares 18446744073709551615 tensors"),
@@ -452,6 +511,10 @@ REFUSED = {
         'metadata "general.architecture": "mamba" is',
     ),
     "experts": (change_of("llama.expert_count", "uint32", 8), "mixtures of experts"),
+    "a part": (
+        change_of("split.count", "uint16", 3),
+        "the file is part 1 of 3 of a model; join them with: llama-gguf-split --merge",
+    ),
     "text for a number": (
         change_of("llama.block_count", "string", "2"),
         'metadata "llama.block_count": is not an intege',

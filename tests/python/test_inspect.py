@@ -223,6 +223,21 @@ def test_a_dry_run_measures_the_prompts_of_a_file(
     assert code == 1 and "p.jsonl:1: " in err
 
 
+def test_a_file_with_guesses_has_the_room_for_them_that_was_asked_for(
+    capsys: pytest.CaptureFixture[str], model: list[str], tmp_path: Path
+) -> None:
+    """The number of the command line was once replaced by that of the default."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt_ids": [1, 2, 3], "speculate": "ngram"}\n')
+    scratch = []
+    for room in ([], ["--max-tree-nodes", "64"], ["--max-tree-nodes", "4096"]):
+        arguments = ["generate", *model, "--file", str(path), "--dry-run", "--json", *room]
+        code, out, err = run(capsys, *arguments)
+        assert code == 0, err
+        scratch.append(json.loads(out)["scratch_bytes"])
+    assert scratch[0] == scratch[1] < scratch[2]
+
+
 # ---- inspect
 
 

@@ -53,7 +53,7 @@ def test_a_cache_of_other_pages_goes_on_with_the_same_bits(
     expected = run(writer, 0, 30, 40)
     reader = new_cache(page_size=16, window=window)
     fetch = space_of(reader, store).fetch(TOKENS)
-    assert fetch.wait(5.0)
+    assert fetch.wait(60.0)
     reader.take_chunks(7, fetch)
     assert reader.get_sequence_length(7) == 24
     run(reader, 7, 24, 30)
@@ -69,7 +69,7 @@ def test_chunks_are_appended_where_they_belong(store: quire.ChunkStore) -> None:
     cache.put_chunks(0, TOKENS[:32], space)
     cache.fork_sequence(0, 1, 16)
     rest = space.fetch(TOKENS[:32], first_chunk=2)
-    assert rest.wait(5.0)
+    assert rest.wait(60.0)
     digest = cache.state_digest()
     for sequence, count in ((0, 2), (2, 2), (1, 3), (1, -1)):  # ends elsewhere, absent, too many
         with pytest.raises(quire.BadArgumentError, match="from position 16 on"):
@@ -90,11 +90,11 @@ def test_other_passports_are_refused(store: quire.ChunkStore) -> None:
     space = space_of(cache, store)
     cache.put_chunks(0, TOKENS[:16], space)
     fetch = space.fetch(TOKENS)
-    assert fetch.wait(5.0)
+    assert fetch.wait(60.0)
     with pytest.raises(quire.IncompatibleError):
         other.take_chunks(0, fetch)
     assert not other.has_sequence(0)
-    assert space_of(cache, store, revision="s").fetch(TOKENS).wait(5.0)
+    assert space_of(cache, store, revision="s").fetch(TOKENS).wait(60.0)
     assert space_of(cache, store, revision="s").known_prefix(TOKENS) == 0
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quire
@@ -168,7 +169,8 @@ def test_a_store_that_is_only_read_gets_nothing(tiny: TinyModel, tmp_path: Path)
     prompt = [1 + i % 50 for i in range(100)]
 
     def engine(write: bool) -> quire.Engine:
-        return quire.Engine(tiny.directory, kv_dir=tmp_path / "kv", kv_write=write, threads=1)
+        store: Any = {"kv_dir": tmp_path / "kv", "kv_write": write, "kv_load_timeout": 60}
+        return quire.Engine(tiny.directory, threads=1, **store)
 
     def ask(write: bool) -> quire.Result:
         with engine(write) as made:

@@ -116,6 +116,7 @@ def test_it_has_the_identity_of_its_source(
 
 def test_kv_of_the_source_serves_the_packed_model(tmp_path: Path, tiny: TinyModel) -> None:
     options = {"dtype": "float32", "threads": 1, "kv_bytes": 1 << 20, "kv_dir": tmp_path / "kv"}
+    options["kv_load_timeout"] = 60
     prompt = list(range(5, 70))
     packed = quire.pack_model(tiny.directory, tmp_path / "packed", dtype="float32")
     results = []

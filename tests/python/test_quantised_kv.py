@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,9 +54,8 @@ def test_rows_depend_on_their_tokens_alone(tiny: TinyModel, kv_dtype: str) -> No
 
 def test_the_store_keeps_codes_and_knows_types_apart(tiny: TinyModel, tmp_path: Path) -> None:
     def answer(kv_dtype: str) -> tuple[list[int], int]:
-        with quire.Engine(
-            tiny.directory, kv_dtype=kv_dtype, kv_dir=tmp_path, kv_load_always=True, threads=1
-        ) as engine:
+        options: Any = {"kv_dir": tmp_path, "kv_load_always": True, "kv_load_timeout": 60}
+        with quire.Engine(tiny.directory, kv_dtype=kv_dtype, threads=1, **options) as engine:
             engine.wait_for_store()
             result = engine.generate(IDS, max_tokens=4, ignore_eos=True)
             engine.flush_store()

@@ -139,6 +139,15 @@ def test_a_damaged_configuration_is_refused(tmp_path, config, message):
         quantize_model(source, tmp_path / "made")
 
 
+def test_what_is_no_model_folder_is_refused_by_name(tmp_path):
+    with pytest.raises(quire.NotFoundError, match="absent: there is no such folder"):
+        quantize_model(tmp_path / "absent", tmp_path / "made")
+    source = folder(tmp_path / "source")
+    (source / "config.json").unlink()
+    with pytest.raises(quire.NotFoundError, match="config.json: there is no such file"):
+        quantize_model(source, tmp_path / "made")
+
+
 def header_of(data: bytes) -> dict[str, dict[str, object]]:
     (length,) = struct.unpack("<Q", data[:8])
     header: dict[str, dict[str, object]] = json.loads(data[8 : 8 + length])

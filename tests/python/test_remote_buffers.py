@@ -37,7 +37,7 @@ class LookupPair:
 
     def __init__(self, capacity: int, **options: Any) -> None:
         self.server = LookupBufferServer(capacity, **options)
-        self.client = RemoteLookupBuffer(self.server.endpoint)
+        self.client = RemoteLookupBuffer(self.server.endpoint, connect_timeout=60)
         self.insert = self.server.insert
         self.insert_bundle = self.server.insert_bundle
         self.drop_select = self.client.drop_select
@@ -66,7 +66,7 @@ class LookupPair:
 class StorePair(RemoteStoreBuffer):
     def __init__(self, capacity: int, *, strict: bool = False) -> None:
         self.server = StoreBufferServer(capacity)
-        super().__init__(self.server.endpoint, strict=strict)
+        super().__init__(self.server.endpoint, strict=strict, connect_timeout=60)
 
 
 _LOOKUP_TESTS: list[Callable[[], None]] = [
@@ -120,10 +120,10 @@ _CONSUMER = """
 import sys
 import numpy as np
 from quire.remote_buffers import RemoteLookupBuffer
-buffer = RemoteLookupBuffer(sys.argv[1])
+buffer = RemoteLookupBuffer(sys.argv[1], connect_timeout=60)
 total = 0
 for _ in range(int(sys.argv[2])):
-    tokens, roi, key, value, hidden = buffer.drop_select(None, None, timeout=60)
+    tokens, roi, key, value, hidden = buffer.drop_select(None, None, timeout=120)
     assert (key == tokens[0]).all() and value.dtype == np.float16 and hidden is None
     total += int(tokens[0])
 print(total)
@@ -143,23 +143,27 @@ def test_several_processes_share_the_entries() -> None:
     for i in range(count):
         # More than the capacity in all: inserts wait for the consumers.
         key = np.full((8, 1000), i, np.float32)
-        server.insert(ids(i, 1), ones(2), key, np.zeros(3, np.float16), None, timeout=60)
+        server.insert(ids(i, 1), ones(2), key, np.zeros(3, np.float16), None, timeout=120)
         assert server.buffer_size <= 300_000
-    totals = [int(consumer.communicate(timeout=60)[0]) for consumer in consumers]
+    totals = [int(consumer.communicate(timeout=120)[0]) for consumer in consumers]
     assert sum(totals) == sum(range(count))
     assert (server.buffer_size, len(server)) == (0, 0)
 
 
+# It gives signs of life until it is killed.
 _HALF_CONSUMER = """
-import sys
+import itertools, select, sys
 sys.path.insert(0, sys.argv[2])
-from wire_peer import TAKE, Peer
+from wire_peer import PING, TAKE, Peer
 peer = Peer(sys.argv[1])
 peer.hello(1)
 peer.send(TAKE, 1, (-1).to_bytes(8, "little", signed=True))
 peer.read_bytes(int(sys.argv[3]))
 print("in the middle", flush=True)
-sys.stdin.read()
+for number in itertools.count(2):
+    if select.select([sys.stdin], [], [], 0.5)[0]:
+        break
+    peer.send(PING, number)
 """
 
 
@@ -264,13 +268,13 @@ def test_a_dead_server_is_an_error_and_a_new_one_is_found(tmp_path: Path) -> Non
         pass
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    consumer.join(20)
+    consumer.join()
     assert len(raised) == 1
     with pytest.raises(StoreUnavailable):
         client.drop_select(ids(1), None, block=False)
     server = LookupBufferServer(1000, bind=bind)  # over the file that the killed one left
     server.insert(ids(1), ones(1), None, None, None)
-    assert client.drop_select(ids(1), None, timeout=20)[0].tolist() == [1]
+    assert client.drop_select(ids(1), None, timeout=120)[0].tolist() == [1]
 
 
 def test_a_store_takes_an_outage_for_a_miss() -> None:
@@ -336,7 +340,7 @@ def test_the_pipes_of_the_original_carry_what_they_did() -> None:
     producer.start()
     found = adapter.drop_select(ids(1, 2, 3), ones(3))
     adapter.end()
-    producer.join(20)
+    producer.join()
     assert adapter.signal.transcript == ["i64[1]"]
     assert adapter.query.transcript == ["i64[3]", "f32[3]"]
     assert adapter.reply.transcript == ["i64[3]", "f32[3]", "f32[5,6]", "f32[5,6]", "i64[1]"]

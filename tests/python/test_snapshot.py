@@ -219,7 +219,7 @@ def test_a_folder_keeps_the_kv_of_a_model_with_windows(windowed: Path, tmp_path:
     store = tmp_path / "kv"
     results = []
     for _ in range(2):
-        with open_engine(windowed, kv_dir=store) as engine:
+        with open_engine(windowed, kv_dir=store, kv_load_timeout=60) as engine:
             engine.wait_for_store()
             results.append(engine.generate(PROMPT, max_tokens=12))
     assert results[0].ids == results[1].ids

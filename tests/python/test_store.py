@@ -39,6 +39,7 @@ def store() -> Iterator[quire.ChunkStore]:
 
 def open_engine(tiny: TinyModel, **options: object) -> quire.Engine:
     fixed = {"dtype": "float32", "threads": 1, "kv_bytes": 8 << 20, "kv_load_always": True}
+    fixed["kv_load_timeout"] = 60
     engine = quire.Engine(tiny.directory, **{**fixed, **options})  # type: ignore[arg-type]
     engine.wait_for_store()
     return engine
@@ -140,7 +141,8 @@ def filled(
     tiny: TinyModel, tmp_path: Path
 ) -> Iterator[tuple[quire.ChunkStore, quire.Passport, list[str]]]:
     """A store of RAM and a folder that has PROMPT under the salt "ann", its passport, its keys."""
-    with quire.ChunkStore(tmp_path / "kv", ram_bytes=64 << 20) as store:
+    # However long the disk takes.
+    with quire.ChunkStore(tmp_path / "kv", ram_bytes=64 << 20, disk_timeout_ms=60_000) as store:
         with open_engine(tiny, kv_store=store) as engine:
             engine.generate(PROMPT, max_tokens=2, cache_salt="ann")
         store.flush()
@@ -173,7 +175,7 @@ def test_a_prompt_has_the_keys_of_its_chunks(filled: Filled, tiny: TinyModel) ->
 
 def test_passports_come_from_the_folder(filled: Filled, tmp_path: Path) -> None:
     _, passport, keys = filled
-    with quire.ChunkStore(tmp_path / "kv", folder_use="look") as other:
+    with quire.ChunkStore(tmp_path / "kv", folder_use="look", disk_timeout_ms=60_000) as other:
         assert other.passports() == [passport]
         got = other.prefetch(passport, PROMPT, cache_salt="ann")
         assert (got.tokens, got.miss) == (1100, None)
@@ -321,7 +323,7 @@ def usage_line(err: str) -> str:
 
 
 IDS = ",".join(str(id) for id in PROMPT)
-ANSWER = ("--prompt-ids", IDS, "--max-tokens", "6")
+ANSWER = ("--prompt-ids", IDS, "--max-tokens", "6", "--kv-load-timeout", "60")
 
 
 def test_a_second_run_does_not_compute_what_the_first_did(
@@ -424,6 +426,7 @@ def test_a_file_of_prompts_tells_the_sum(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_ids": PROMPT, "max_tokens": 2}) + "\n")
     arguments = ("--file", str(prompts), "--kv-dir", str(tmp_path / "kv"))
+    arguments += ("--kv-load-timeout", "60")
     code, cold, err = run(capsys, "generate", *model, *arguments)
     assert code == 0
     assert "from the store: none" in usage_line(err)

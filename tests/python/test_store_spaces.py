@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def test_what_was_put_comes_back_bit_for_bit(store: quire.ChunkStore, planes: bo
     assert space.wanted(TOKENS) == [False] * 4
     assert space.known_prefix(TOKENS) == 4
     fetch = space.fetch(TOKENS)
-    assert fetch.wait(10.0)
+    assert fetch.wait(60.0)
     assert fetch.located
     assert fetch.done
     assert (fetch.chunk_count, fetch.found, fetch.ready, fetch.miss) == (4, 4, 4, None)
@@ -110,7 +111,7 @@ def test_blocks_of_an_engine_are_put(store: quire.ChunkStore) -> None:
         engine.layers[layer][:] = np.random.default_rng(layer).random(engine.layers[layer].shape)
     space.put(0, TOKENS, memory=engine.memory, blocks=[3, 8])
     fetch = space.fetch(TOKENS)
-    assert fetch.wait(10.0)
+    assert fetch.wait(60.0)
     assert fetch.ready == 1
     assert fetch.miss == "not stored"
     for layer in range(LAYERS):
@@ -129,13 +130,13 @@ def test_salts_extras_layouts_and_shards_are_apart(store: quire.ChunkStore) -> N
         assert other.fingerprint != space.fingerprint or other.keys(TOKENS) != space.keys(TOKENS)
         assert other.known_prefix(TOKENS) == 0
         fetch = other.fetch(TOKENS)
-        assert fetch.wait(10.0)
+        assert fetch.wait(60.0)
         assert fetch.ready == 0
     image = [b"", b"image a"]
     assert space.known_prefix(TOKENS, extras=image) == 1
     space.put(1, TOKENS, sections_of(1, seed=9), extras=image)
     fetch = space.fetch(TOKENS, extras=image)
-    assert fetch.wait(10.0)
+    assert fetch.wait(60.0)
     assert fetch.ready == 2
     assert same_bits(fetch.section(1, "key", 0), sections_of(1, seed=9)["key", 0])
     assert same_bits(space.fetch(TOKENS).section(1, "key", 0), sections_of(1)["key", 0])
@@ -186,11 +187,11 @@ def test_a_flipped_bit_is_never_scattered(tmp_path: Path) -> None:
         data[-1 - 4096 // 2] ^= 1  # in the padding or the last section
         data[int.from_bytes(data[12:16], "little") + 5] ^= 4  # in the first section's bytes
         file.write_bytes(data)
-    with quire.ChunkStore(tmp_path) as store:
+    with quire.ChunkStore(tmp_path, disk_timeout_ms=60_000) as store:
         fetch = store.space(PASSPORT).fetch(TOKENS)
         engine = Engine(planes=True)
-        assert not fetch.wait_layer(0, 10.0)
-        assert fetch.wait(10.0)
+        assert not fetch.wait_layer(0, 60.0)
+        assert fetch.wait(60.0)
         assert (fetch.ready, fetch.miss) == (0, "corrupt")
         for layer in range(LAYERS):
             with pytest.raises((quire.BadStateError, quire.BadArgumentError)):
@@ -203,7 +204,7 @@ def test_what_is_not_verified_is_refused_and_nothing_is_written(store: quire.Chu
     put_all(space)
     engine = Engine(planes=True)
     fetch = space.fetch(TOKENS, first_chunk=1)
-    assert fetch.wait(10.0)
+    assert fetch.wait(60.0)
     assert fetch.ready == 3
     assert same_bits(fetch.section(0, "key", 0), sections_of(1)["key", 0])
     refused: list[dict[str, Any]] = [
@@ -344,7 +345,7 @@ def test_arguments_of_a_wrong_kind_are_named(
     space, memory = store.space(PASSPORT), Engine(planes=True).memory
     put_all(space)
     fetch = space.fetch(TOKENS)
-    assert fetch.wait(10.0)
+    assert fetch.wait(60.0)
     before = len(store.list("ram"))
     with pytest.raises((quire.BadArgumentError, TypeError), match=message):
         call(space, fetch, memory)
@@ -374,7 +375,7 @@ def test_memory_stays_bounded_and_signed_chunks_need_their_key(tmp_path: Path) -
         assert store.statistics()["tiers"]["ram"]["evicted"] > 0
     with quire.ChunkStore(tmp_path, key=b"x" * 16) as store:
         fetch = store.space(PASSPORT).fetch([0] * BLOCK)
-        assert fetch.wait(10.0)
+        assert fetch.wait(60.0)
         assert fetch.ready == 0
 
 
@@ -390,8 +391,8 @@ def test_threads_put_and_scatter_at_once(tmp_path: Path) -> None:
                     seed = (number + round_number) % 5
                     tokens = [seed] * BLOCK
                     space.put(0, tokens, sections_of(0, seed))
-                    with space.fetch(tokens, timeout=10.0) as fetch:
-                        assert fetch.wait(10.0)
+                    with space.fetch(tokens, timeout=60.0) as fetch:
+                        assert fetch.wait(60.0)
                         if fetch.ready == 0:
                             continue  # on its way to the folder
                         for layer in range(LAYERS):
@@ -469,7 +470,7 @@ def test_engines_with_orders_of_their_own_share_chunks(store: quire.ChunkStore) 
     first, second = OrderedEngine(1), OrderedEngine(2)
     space.put(0, TOKENS, memory=first.memory, blocks=[3, 0])
     fetch = space.fetch(TOKENS)
-    assert fetch.wait(10.0)
+    assert fetch.wait(60.0)
     before = [layer.copy() for layer in second.layers]
     for layer in range(LAYERS):
         fetch.scatter(layer, second.memory, [4, 1], count=1)
@@ -515,7 +516,7 @@ def _threads() -> int:
 def test_a_closed_store_has_no_threads(tmp_path: Path) -> None:
     """Though a space and a fetch of it are there still."""
     before = _threads()
-    store = quire.ChunkStore(tmp_path, ram_bytes=1 << 20)
+    store = quire.ChunkStore(tmp_path, ram_bytes=1 << 20, disk_timeout_ms=60_000)
     space = store.space(PASSPORT)
     put_all(space)
     store.flush()
@@ -524,13 +525,15 @@ def test_a_closed_store_has_no_threads(tmp_path: Path) -> None:
     section = fetch.section(0, "key", 0)
     assert _threads() > before
     store.close()
-    assert _threads() == before
+    end = time.monotonic() + 60  # the system forgets a thread some time after it is joined
+    while _threads() > before:
+        assert time.monotonic() < end
     assert same_bits(section, sections_of(0)["key", 0])
     with pytest.raises(quire.ClosedError):
         space.fetch(TOKENS)
     with pytest.raises(quire.ClosedError):
         space.put(0, TOKENS, sections_of(0))
     fetch.close()
-    with quire.ChunkStore(tmp_path) as again:
+    with quire.ChunkStore(tmp_path, disk_timeout_ms=60_000) as again:
         fetch = again.space(PASSPORT).fetch(TOKENS)
         assert fetch.wait(60.0) and fetch.ready == 4

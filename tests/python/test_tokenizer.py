@@ -26,6 +26,11 @@ LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class PlainBpe:
@@ -155,6 +160,8 @@ def test_embedded_model_gives_text_back():
         ("starcoder", [r"\p{N}", GPT2], {}),
         ("llama-bpe", [LLAMA3], {"whole_words": True}),
         ("qwen2", [QWEN2], {"nfc": True}),
+        ("deepseek-r1-qwen", [QWEN2], {}),
+        ("tekken", [TEKKEN], {"whole_words": True}),
     ],
 )
 def test_each_way_to_cut_text(tmp_path, wider, pre, cuts, options):
@@ -171,7 +178,7 @@ def test_each_way_to_cut_text(tmp_path, wider, pre, cuts, options):
     )
     imported = build_tokenizer(GgufFile(tmp_path / "v.gguf"), len(wider["tokens"]))
     assert_same_ids(imported.tokenizer, text, plain.encode(text))
-    assert imported.config["add_bos_token"] is (pre == "llama-bpe")
+    assert imported.config["add_bos_token"] is (pre in ("llama-bpe", "tekken"))
 
 
 def test_cuts_are_told_apart_by_the_text(wider):
@@ -184,6 +191,7 @@ def test_cuts_are_told_apart_by_the_text(wider):
         ([LLAMA3], {"whole_words": True}),
         ([QWEN2], {}),
         ([QWEN2], {"nfc": True}),
+        ([TEKKEN], {"whole_words": True}),
     ]
     results = [
         tuple(
@@ -276,6 +284,45 @@ def test_sentencepiece_without_space_prefix(tmp_path, spm):
     for line in filter(None, mixed_text(5, 20_000).replace("\0", "").split("\n")):
         assert_same_ids(imported.tokenizer, " " + line, spm.encode(line))
         assert imported.tokenizer.decode(spm.encode(line)) == " " + spm.decode(spm.encode(line))
+
+
+def merges_of(tokenizer) -> list[str]:
+    return [" ".join(merge) for merge in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def test_merges_beside_the_scores_change_nothing(tmp_path, spm):
+    """Files that were converted from a Hugging Face vocabulary have both; they were refused."""
+    plain = import_spm(tmp_path, spm)
+    merges = merges_of(plain.tokenizer)
+    both = import_spm(tmp_path, spm, lambda writer: writer.add_token_merges(merges))
+    assert merges_of(both.tokenizer) == merges
+    part = import_spm(tmp_path, spm, lambda writer: writer.add_token_merges(merges[:9]))
+    assert merges_of(part.tokenizer) == merges
+
+
+def test_merges_beside_scores_that_are_all_the_same_are_taken(tmp_path, spm):
+    merges = merges_of(import_spm(tmp_path, spm).tokenizer)
+
+    def change(writer):
+        scores = writer.kv_data[0]["tokenizer.ggml.scores"]
+        scores.value = [-1000.0] * len(scores.value)
+        writer.add_token_merges(merges)
+
+    imported = import_spm(tmp_path, spm, change)
+    assert merges_of(imported.tokenizer) == merges
+    for line in filter(None, mixed_text(6, 5_000).replace("\0", "").split("\n")):
+        assert_same_ids(imported.tokenizer, line, spm.encode(line))
+
+
+def test_pieces_of_gemma_are_in_the_order_of_their_merges(tmp_path, spm):
+    merges = merges_of(import_spm(tmp_path, spm).tokenizer)
+
+    def change(writer):
+        writer.kv_data[0]["general.architecture"].value = "gemma3"
+        writer.add_uint32("gemma3.context_length", 1024)
+        writer.kv_data[0]["tokenizer.ggml.scores"].value.reverse()
+
+    assert merges_of(import_spm(tmp_path, spm, change).tokenizer) == merges
 
 
 def test_user_defined_pieces_are_found_in_raw_text(tmp_path, spm):

@@ -7,6 +7,7 @@ what it reads, one line a command.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -85,9 +86,12 @@ def bind(
 
 
 def connect(endpoint: str, cache: KVCache, **options: Any) -> TransferPeer:
-    return TransferPeer.connect(
-        endpoint, cache, model="test", secret="a secret", connect_timeout=SECONDS, **options
-    )
+    patient = {"connect_timeout": SECONDS, "dead_after": SECONDS, **options}
+    return TransferPeer.connect(endpoint, cache, model="test", secret="a secret", **patient)
+
+
+def listen(bind: str, cache: KVCache) -> TransferListener:
+    return TransferListener(bind, cache, model="test", secret="a secret", dead_after=SECONDS)
 
 
 def same_outputs(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
@@ -148,8 +152,9 @@ def test_a_prompt_comes_through_tls_bit_for_bit(
         ({}, None),
     ):
         with pytest.raises(quire.UnavailableError, match=why):
-            TransferPeer.connect(endpoint, cache, model="test", **wrong)
-    with TransferPeer.connect(endpoint, cache, model="test", **own) as peer:
+            TransferPeer.connect(endpoint, cache, model="test", connect_timeout=SECONDS, **wrong)
+    patient = {"connect_timeout": SECONDS, "dead_after": SECONDS}
+    with TransferPeer.connect(endpoint, cache, model="test", **patient, **own) as peer:
         cache.receive_from(peer)
         receive = cache.disagg_prepare_recv(0, len(PROMPT))
         peer.request(receive, PROMPT, job=3, cache_salt="of ann", timeout=SECONDS)
@@ -207,7 +212,7 @@ def test_a_killed_decode_process_ends_the_mark_and_no_forward(
     start: Callable[..., OtherProcess], bind: str
 ) -> None:
     cache, alone = make_cache(16), make_cache(16)
-    with TransferListener(bind, cache, model="test", secret="a secret") as listener:
+    with listen(bind, cache) as listener:
         decode = start("decode", listener.endpoint, "32")
         peer = listener.accept(SECONDS)
         cache.send_through(peer)
@@ -235,13 +240,12 @@ def test_a_killed_decode_process_ends_the_mark_and_no_forward(
 def test_a_process_that_stands_still_is_taken_for_dead(start: Callable[..., OtherProcess]) -> None:
     prefill = start("prefill", "127.0.0.1:0", "16")
     cache = make_cache(16)
-    with connect(prefill.read(), cache, heartbeat=0.05, dead_after=0.5) as peer:
+    with connect(prefill.read(), cache, heartbeat=0.05, dead_after=3.0) as peer:
+        prefill.process.send_signal(signal.SIGSTOP)
         cache.receive_from(peer)
         receive = cache.disagg_prepare_recv(0, 30)
-        peer.request(receive)
-        prefill.do("take")
-        prefill.process.send_signal(signal.SIGSTOP)
         with pytest.raises(quire.UnavailableError, match="sign of life"):
+            peer.request(receive)  # unless this comes later than the end
             cache.wait_received(receive.epoch, 30, timeout=SECONDS)
         cache.disagg_cancel_recv(receive.epoch)
 
@@ -250,7 +254,7 @@ def pair(
     bind: str, sender: KVCache, receiver: KVCache, **options: Any
 ) -> tuple[TransferListener, TransferPeer, TransferPeer]:
     """Both ends in this process."""
-    listener = TransferListener(bind, sender, model="test", secret="a secret")
+    listener = listen(bind, sender)
     to = connect(listener.endpoint, receiver, **options)
     receiver.receive_from(to)
     of = listener.accept(SECONDS)
@@ -280,15 +284,27 @@ def test_cancel_and_refuse_and_deadlines_reach_the_other_side(bind: str) -> None
         receiver.disagg_cancel_recv(receive.epoch)
         # Another request is the proof that the cancel has come.
         receive = receiver.disagg_prepare_recv(0, 8)
-        to.request(receive, timeout=0.05)
+        to.request(receive)
         of.next_request(SECONDS)
         extend(sender, 0, 2)
         assert "Cancelled" in sender.send_progress(0).failure
-        with pytest.raises(quire.TimeoutError, match="deadline"):
-            receiver.wait_received(receive.epoch, 8, timeout=SECONDS)
+        to.cancel(receive.epoch)
         receiver.disagg_cancel_recv(receive.epoch)
+
+        late = receiver.disagg_prepare_recv(0, 8)
+        to.request(late, timeout=0.05)
+        with pytest.raises(quire.TimeoutError, match="deadline"):
+            receiver.wait_received(late.epoch, 8, timeout=SECONDS)
+        receiver.disagg_cancel_recv(late.epoch)
+        # The late one is given out until the sender has heard of its end, which comes before the
+        # next request.
+        receive = receiver.disagg_prepare_recv(0, 8)
+        to.request(receive)
+        while (epoch := of.next_request(SECONDS).map.epoch) != receive.epoch:
+            assert epoch == late.epoch
         with pytest.raises(quire.TimeoutError):
             of.next_request(0)
+        assert of.stats()["sends_open"] == 1
 
 
 def test_an_aborted_forward_counts_for_nothing(bind: str) -> None:
@@ -353,7 +369,7 @@ def heads_forward(cache: KVCache, first_head: int, count: int) -> np.ndarray:
 def test_two_processes_of_half_the_heads_send_to_one(bind: str) -> None:
     receiver, alone = head_cache(4), head_cache(4)
     parts = [head_cache(2), head_cache(2)]
-    with TransferListener(bind, receiver, model="test", secret="a secret") as listener:
+    with listen(bind, receiver) as listener:
         senders = [connect(listener.endpoint, part) for part in parts]
         peers = [listener.accept(SECONDS) for _ in parts]
         receive = receiver.disagg_prepare_recv(0, 6)
@@ -398,13 +414,16 @@ def test_another_model_is_refused_with_the_field(field: str, make: Any) -> None:
     mine = make_cache(16)
     with TransferListener("127.0.0.1:0", mine, model="test") as listener:
         with pytest.raises(quire.IncompatibleError, match=f"{field}: .* here, .* there") as refused:
-            TransferPeer.connect(listener.endpoint, cache, **{"model": "test", **identity})
+            TransferPeer.connect(
+                listener.endpoint, cache, connect_timeout=SECONDS, **{"model": "test", **identity}
+            )
         assert "\n" not in str(refused.value)
         with pytest.raises(quire.TimeoutError):
             listener.accept(0)
         # What differs in layout alone is no mismatch.
         other = make_cache(64)
-        with TransferPeer.connect(listener.endpoint, other, model="test"), listener.accept(SECONDS):
+        patient = {"model": "test", "connect_timeout": SECONDS}
+        with TransferPeer.connect(listener.endpoint, other, **patient), listener.accept(SECONDS):
             assert listener.refused == 1 and f"{field}: " in listener.last_refusal
 
 
@@ -421,7 +440,9 @@ def test_secrets_addresses_and_options_are_checked() -> None:
     with TransferListener("127.0.0.1:0", cache, secret="one") as listener:
         for secret in ("two", ""):
             with pytest.raises(quire.RemoteError, match="secret"):
-                TransferPeer.connect(listener.endpoint, cache, secret=secret)
+                TransferPeer.connect(
+                    listener.endpoint, cache, secret=secret, connect_timeout=SECONDS
+                )
         endpoint = listener.endpoint
     with pytest.raises(quire.UnavailableError):
         TransferPeer.connect(endpoint, cache, secret="one")
@@ -447,7 +468,7 @@ def test_without_the_library_of_ucx_its_addresses_are_refused(tmp_path: Path) ->
 
 def test_strangers_and_garbage_hold_up_nobody(bind: str, tmp_path: Path) -> None:
     cache, other = make_cache(16), make_cache(16)
-    with TransferListener(bind, cache, model="test", secret="a secret") as listener:
+    with listen(bind, cache) as listener:
         family = socket.AF_UNIX if bind.startswith("unix:") else socket.AF_INET
         address: Any = listener.endpoint.removeprefix("unix:").removeprefix("ucx:")
         if family == socket.AF_INET:
@@ -465,7 +486,7 @@ def test_strangers_and_garbage_hold_up_nobody(bind: str, tmp_path: Path) -> None
 
 def test_a_peer_without_a_receiver_or_after_its_end_says_so(bind: str) -> None:
     sender, receiver = make_cache(16), make_cache(16)
-    listener = TransferListener(bind, sender, model="test", secret="a secret")
+    listener = listen(bind, sender)
     to = connect(listener.endpoint, receiver)
     of = listener.accept(SECONDS)
     receive = receiver.disagg_prepare_recv(0, 8)
@@ -506,7 +527,7 @@ def prefill_process(bind: str, page_size: str, *tls: str) -> None:
     cache = make_cache(int(page_size))
     names = ("tls_ca_file", "tls_cert_file", "tls_key_file") if tls else ("secret",)
     guard = dict(zip(names, tls or ("a secret",), strict=True))
-    listener = TransferListener(bind, cache, model="test", **guard)
+    listener = TransferListener(bind, cache, model="test", dead_after=SECONDS, **guard)
     say(listener.endpoint)
     peer = listener.accept(SECONDS)
     cache.send_through(peer)
@@ -544,6 +565,7 @@ def _open_files() -> int:
 def test_files_that_a_peer_passes_are_closed(tmp_path: Path) -> None:
     """A message has room for a second one, which once stayed open."""
     with TransferListener(f"unix:{tmp_path}/peers", make_cache(16)) as listener:
+        gc.collect()
         before = _open_files()
         for count in (1, 2, 2, 2):
             with socket.socket(socket.AF_UNIX) as peer, open(os.devnull) as file:
@@ -552,10 +574,11 @@ def test_files_that_a_peer_passes_are_closed(tmp_path: Path) -> None:
                 with contextlib.suppress(ConnectionResetError):
                     while peer.recv(4096):
                         pass
-        end = time.monotonic() + 10
-        while _open_files() > before and time.monotonic() < end:
+        end = time.monotonic() + SECONDS
+        while (listener.refused < 4 or _open_files() > before) and time.monotonic() < end:
             pass
-        assert (listener.refused, _open_files()) == (4, before)
+        # What other tests left may be closed meanwhile.
+        assert listener.refused == 4 and _open_files() <= before
 
 
 _WITHOUT_FILES = """
@@ -599,7 +622,7 @@ def test_a_server_without_files_left_waits(server: str) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert ended.returncode == 0, ended.stderr
-    assert float(ended.stdout) < 0.05
+    assert float(ended.stdout) < 0.2  # of a second, which it once took whole
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def test_a_lost_sender_costs_no_bit_and_no_page(
         free = cache.get_num_available_pages()
         try:
             # Of a process that stands still nothing else tells; the others are noticed at once.
-            dead_after = 2.0 if fault == "stopped" else SECONDS
+            dead_after = 4.0 if fault == "stopped" else SECONDS
             sender.tell("connect")
             with TransferPeer.connect(
                 proxy.endpoint,
@@ -238,7 +238,7 @@ def test_a_lost_receiver_costs_no_forward_and_no_page(
         cache = make_cache(16)
         free = cache.get_num_available_pages()
         # As above.
-        dead_after = 2.0 if fault == "stopped" else SECONDS
+        dead_after = 4.0 if fault == "stopped" else SECONDS
         options = {"model": "test", "heartbeat": 0.05, "dead_after": dead_after}
         with TransferListener("127.0.0.1:0", cache, **options) as listener:
             proxy = Program("proxy", listener.endpoint)
@@ -314,7 +314,8 @@ def check_sender(stage: str, cache: KVCache, peer: TransferPeer, forwards: Forwa
 def check_next_receiver(cache: KVCache, listener: TransferListener) -> None:
     cache.add_sequence(0)
     other, alone = make_cache(5), make_cache(16)
-    with TransferPeer.connect(listener.endpoint, other, model="test") as to:
+    patient = {"connect_timeout": SECONDS, "dead_after": SECONDS}
+    with TransferPeer.connect(listener.endpoint, other, model="test", **patient) as to:
         other.receive_from(to)
         with listener.accept(SECONDS) as of:
             cache.send_through(of)

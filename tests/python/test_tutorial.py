@@ -6,25 +6,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from program import ROOT
+from program import ROOT, free_port
 
 PAGE = ROOT / "docs" / "tutorial.md"
 PORT = "7379"
 # (language, content) of each code block, in order.
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def pattern(shown: str) -> re.Pattern[str]:
@@ -62,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_tutorial_works(folder: Path, embedded_model: str) -> None:
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
-    port = free_port()
+    port = str(free_port())
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "python"),

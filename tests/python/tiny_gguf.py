@@ -111,6 +111,8 @@ def gguf_name(name: str, arch: str = "llama") -> str:
 _READ_ONLY = {
     "IQ4_NL": [(0, 127)],
     "IQ4_XS": [(0, 32 * 127)],
+    "Q2_K": [(80, 15 * 3), (82, 15)],
+    "Q3_K": [(108, 32 * 4)],
     "Q4_K": [(0, 63 * 15), (2, 63)],
     "Q5_K": [(0, 63 * 31), (2, 63)],
     "Q6_K": [(208, 128 * 32)],
@@ -140,9 +142,10 @@ def write_model(
     change=None,
     extra_tensors=(),
     vocabulary=None,
+    other_types=None,
 ) -> None:
     """`change` is called with the writer after the metadata, to add to them. `vocabulary` adds
-    another tokenizer."""
+    another tokenizer. `other_types`: those of matrices whose names have the key in them."""
     writer = GGUFWriter(path, arch)
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
@@ -166,6 +169,8 @@ def write_model(
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             value = interleave_rotary(value, HEAD_DIM)
         kind = matrix_type if value.ndim == 2 else GGMLQuantizationType.F32
+        for part, other in (other_types or {}).items():
+            kind = other if part in name else kind
         if arch in GEMMA and name.endswith("norm.weight"):
             value = value + np.float32(1)
         writer.add_tensor(gguf_name(name, arch), encode(value, kind), raw_dtype=kind)

@@ -90,7 +90,7 @@ class Peer:
 
     def __init__(self, endpoint: str) -> None:
         host, port = endpoint.rsplit(":", 1)
-        self.socket = socket.create_connection((host, int(port)), timeout=20)
+        self.socket = socket.create_connection((host, int(port)), timeout=120)
         self._number = 0
 
     def send(self, opcode: int, request: int, fields: bytes = b"", **parts: object) -> None:

@@ -35,7 +35,7 @@ def run(
     engine_arguments = arguments.given(options, arguments.ENGINE)
     if any(line.sampling.get("speculate") in ("ngram", "model") for line in file.lines):
         # Room for guesses, which an engine has by itself only if it makes them for all requests.
-        engine_arguments["max_tree_nodes"] = _TREE_NODES
+        engine_arguments["max_tree_nodes"] = options.max_tree_nodes or _TREE_NODES
     if any(line.sampling.get("blend") is not None for line in file.lines):
         engine_arguments.setdefault("blend_piece", BLEND_PIECE)
     if options.dry_run:

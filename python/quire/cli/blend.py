@@ -36,8 +36,8 @@ the answer of full prefill it prints, for each ratio of recomputed tokens, the m
 divergence of the next token (in nats, over the 256 likeliest tokens and the rest as one), how often
 the likeliest token is the same, the log-probability of the right answer where a sentence has begun
 that it ends, and how often it would be the answer. Ratio 1 is full prefill; metric random computes
-tokens again that were drawn by lot; anchor none takes documents that were computed behind the begin
-token alone.
+again tokens that were drawn at random; anchor none takes documents that were computed behind the
+begin token alone.
 
 With at least 20 questions the verdict is kept: it allows or refuses blends of this model with these
 types of KV.

@@ -321,5 +321,5 @@ def _model_and_text(options: argparse.Namespace) -> tuple[str | None, str | None
 
 def _means_folder(word: str) -> bool:
     """Whether a single word is the model and not the prompt: it is a folder or is written like a
-    path."""
-    return os.path.isdir(word) or re.fullmatch(r"~\S*|\S*/\S*", word) is not None
+    path or a GGUF file."""
+    return os.path.isdir(word) or re.fullmatch(r"~\S*|\S*/\S*|\S+\.gguf", word) is not None

@@ -19,16 +19,14 @@ from quire.cli.terminal import note, told_line
 if TYPE_CHECKING:
     from quire.engine import Engine
 
-_ENDING = (signal.SIGINT, signal.SIGTERM)
-
 
 def parser() -> argparse.ArgumentParser:
     command = arguments.Parser(
         prog="quire prefill",
         description="Computes prompts for other processes, whose --prefill-from has its address: "
         "`quire generate`, `quire chat` and `quire serve` with the same model. It runs until "
-        "SIGINT (Ctrl-C) or SIGTERM, finishes the prompts in work, and prints a line for each "
-        "connection that it refuses.",
+        "SIGINT (Ctrl-C), SIGTERM or SIGHUP, finishes the prompts in work, and prints a line for "
+        "each connection that it refuses.",
     )
     command.add_argument(
         "model",
@@ -98,14 +96,20 @@ def _tell_refusal(why: str) -> None:
 
 @contextlib.contextmanager
 def _until_signal() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; a second one ends the process at once."""
+    """An event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends the process."""
     ending = threading.Event()
 
     def heard(number: int, _: object) -> None:
         ending.set()
-        signal.signal(number, signal.SIG_DFL)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, heard) for number in _ENDING}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which nohup asks for
+        numbers.append(signal.SIGHUP)  # its terminal has gone
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, heard)
     try:
         yield ending
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from quire.cli import arguments, models
@@ -45,10 +46,9 @@ def _run(options: argparse.Namespace) -> int:
     with models.naming_missing_packages():
         from quire.quantizing import quantize_model
 
-    folder = models.model_folder(options.model)
     with models.naming_missing_packages(), written_progress(sys.stderr) as tell:
         quantize_model(
-            folder,
+            os.path.expanduser(options.model),
             options.directory,
             weights=options.weights,
             embeddings=options.embeddings,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire import _options
 from quire import _ranges as ranges
 from quire import errors
+from quire._model_folder import is_gguf_file
 from quire.cli import arguments, memory, models, serve_config
 from quire.cli.arguments import UsageError
 
@@ -46,9 +47,9 @@ def parser() -> argparse.ArgumentParser:
     command = _ServeParser(
         prog="quire serve",
         description="An HTTP server for clients of OpenAI's and Anthropic's APIs. It runs until "
-        "SIGINT (Ctrl-C) or SIGTERM. Options are also read from environment variables (QUIRE_PORT "
-        "is --port, QUIRE_KV_DIR is --kv-dir) and from the file of --config. The command line wins "
-        "over the environment, and the environment over the file.",
+        "SIGINT (Ctrl-C), SIGTERM or SIGHUP. Options are also read from environment variables "
+        "(QUIRE_PORT is --port, QUIRE_KV_DIR is --kv-dir) and from the file of --config. The "
+        "command line wins over the environment, and the environment over the file.",
     )
     command.add_argument(
         "model",
@@ -307,6 +308,8 @@ def _model_names(options: argparse.Namespace, folder: str) -> tuple[str, ...]:
         return tuple(options.served_model_names)
     if options.model is None:
         return ("smollm2-135m-instruct",)
+    if is_gguf_file(os.path.expanduser(options.model)):  # the folder's name is one of the cache
+        return (Path(options.model).stem,)
     return (os.path.basename(os.path.realpath(folder)),)
 
 

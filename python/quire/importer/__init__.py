@@ -13,7 +13,7 @@ __all__ = ["FORMAT_VERSION", "GgufError", "import_gguf", "link_gguf"]
 
 # Grows when the same GGUF file would be written in another way, so that cached folders are made
 # again.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _MODULE_OF = {
     "GgufError": "gguf_reader",

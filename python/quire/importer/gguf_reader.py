@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from quire._model_folder import LFS_BEGIN
+
 # Limits. The largest real files stay far below: vocabularies have at most some 300 000 tokens and
 # merges, models a few thousand tensors, chat templates some 10 kB.
 MAX_METADATA_COUNT = 65_536
@@ -205,6 +207,8 @@ class _HeaderParser:
         return GgufError(self._path, message)
 
     def _read_version(self) -> int:
+        if self._data[: len(LFS_BEGIN)] == LFS_BEGIN:
+            raise self._error("is a Git LFS pointer, not the file itself; fetch it: git lfs pull")
         if self._data[:4] != b"GGUF":
             raise self._error(f"is not a GGUF file: it begins with {self._data[:4]!r}")
         self._position = 4

@@ -28,6 +28,13 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 _SIZE_MAX = 1 << 24
 _LAYERS_MAX = 4096
 
+# What transformers takes for Gemma 2, as llama.cpp does: its first converter did not write them.
+_GEMMA2_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA2_WINDOW = 4096
+
+# Ends of a turn by their text: many converters write eos alone, which chat models do not use.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+
 ROPE_FACTORS_TENSOR = "rope_freqs.weight"
 # The Llama 3.1 to 3.3 models all have these; GGUF keeps only the factors that follow from them.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
@@ -56,6 +63,14 @@ class ModelShape:
 
 def read_shape(file: GgufFile) -> ModelShape:
     metadata = file.metadata
+    parts = metadata.integer("split.count", 0, 1 << 16, default=1)
+    if parts > 1:
+        part = metadata.integer("split.no", 0, 1 << 16, default=0) + 1
+        raise metadata.error(
+            "split.count",
+            f"the file is part {part} of {parts} of a model; join them with: "
+            "llama-gguf-split --merge FIRST_PART.gguf WHOLE.gguf",
+        )
     arch = metadata.text("general.architecture")
     if arch not in _ARCHITECTURES:
         raise metadata.error(
@@ -150,14 +165,19 @@ def _apply_gemma(file: GgufFile, shape: ModelShape, config: dict[str, Any]) -> N
     config["query_pre_attn_scalar"] = (
         shape.hidden_size // shape.head_count if is_27b else shape.head_dim
     )
-    config["sliding_window"] = metadata.integer(f"{arch}.attention.sliding_window", 1, 1 << 31)
+    config["sliding_window"] = metadata.integer(
+        f"{arch}.attention.sliding_window",
+        1,
+        1 << 31,
+        default=_GEMMA2_WINDOW if arch == "gemma2" else None,
+    )
     if arch == "gemma3":
         config["rope_local_base_freq"] = metadata.number(
             "gemma3.rope.freq_base_swa", default=10000.0
         )
         return
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        config[cap] = metadata.number(f"gemma2.{cap}")
+    for cap, default in _GEMMA2_CAPS.items():
+        config[cap] = metadata.number(f"gemma2.{cap}", default=default)
 
 
 def build_generation_config(file: GgufFile, shape: ModelShape) -> dict[str, Any]:
@@ -177,8 +197,8 @@ def _apply_sliding_window(file: GgufFile, config: dict[str, Any]) -> None:
 
 
 def _token_ids(file: GgufFile, vocab_size: int) -> dict[str, Any]:
-    """bos, eos and pad. A chat model ends its turn with eot or eom, so all of these are ends of a
-    sequence."""
+    """bos, eos and pad. A chat model ends its turn with eot or eom, or a token with the text of
+    one, so all of these are ends of a sequence."""
 
     def read(name: str) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -186,7 +206,10 @@ def _token_ids(file: GgufFile, vocab_size: int) -> dict[str, Any]:
             return None
         return file.metadata.integer(key, 0, vocab_size - 1)
 
-    ends = list(dict.fromkeys(i for i in map(read, ("eos", "eot", "eom")) if i is not None))
+    found = [read(name) for name in ("eos", "eot", "eom")]
+    tokens = file.metadata.texts("tokenizer.ggml.tokens")
+    found += [tokens.index(text) for text in _TURN_ENDS if text in tokens]
+    ends = list(dict.fromkeys(index for index in found if index is not None))
     ids = {
         "bos_token_id": read("bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -197,7 +220,12 @@ def _token_ids(file: GgufFile, vocab_size: int) -> dict[str, Any]:
 
 def _rope_scaling(file: GgufFile, shape: ModelShape) -> dict[str, Any] | None:
     metadata, prefix = file.metadata, f"{shape.architecture}.rope.scaling"
-    kind = metadata.text(f"{prefix}.type", default="none")
+    factor = f"{prefix}.factor"
+    if factor not in metadata and f"{shape.architecture}.rope.scale_linear" in metadata:
+        factor = f"{shape.architecture}.rope.scale_linear"  # its name in the first files
+    # Files that name no type mean linear scaling with their factor.
+    has_factor = factor in metadata and metadata.number(factor) != 1
+    kind = metadata.text(f"{prefix}.type", default="linear" if has_factor else "none")
     if ROPE_FACTORS_TENSOR in file.tensors:
         if kind != "none":
             raise metadata.error(
@@ -206,7 +234,7 @@ def _rope_scaling(file: GgufFile, shape: ModelShape) -> dict[str, Any] | None:
         return _llama3_scaling(file, shape)
     if kind == "none":
         return None
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.number(f"{prefix}.factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.number(factor)}
     if kind == "linear":
         return scaling
     if kind != "yarn":

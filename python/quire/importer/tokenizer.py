@@ -62,6 +62,13 @@ class _Split:
     adds_bos: bool = False
 
 
+# Words of tekken: small letters behind capitals, at least one of either; marks count as letters.
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_WORDS = "".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}{many}{_SMALL}{few}|"
+    for many, few in (("*", "+"), ("+", "*"))
+)
+
 _LLAMA3 = _Split(pattern=_LETTERS + r"\p{N}{1,3}" + _REST, whole_words=True, adds_bos=True)
 _SPLITS = {
     "gpt-2": _Split(),
@@ -70,7 +77,15 @@ _SPLITS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
     "qwen2": _Split(pattern=_LETTERS + r"\p{N}" + _REST, nfc=True),
+    "deepseek-r1-qwen": _Split(pattern=_LETTERS + r"\p{N}" + _REST),
+    "tekken": _Split(
+        pattern=_TEKKEN_WORDS + r"\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1),
+        whole_words=True,
+        adds_bos=True,
+    ),
 }
 
 
@@ -218,11 +233,11 @@ def _read_merges(file: GgufFile, vocabulary: _Vocabulary) -> list[tuple[str, str
 
 def _sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> Tokenizer:
     metadata = file.metadata
-    for key in ("tokenizer.ggml.precompiled_charsmap", "tokenizer.ggml.merges"):
-        if key in metadata:
-            raise metadata.error(
-                key, "is not expected in a SentencePiece BPE vocabulary of the llama kind"
-            )
+    key = "tokenizer.ggml.precompiled_charsmap"
+    if key in metadata:
+        raise metadata.error(
+            key, "is not expected in a SentencePiece BPE vocabulary of the llama kind"
+        )
     if metadata.boolean("tokenizer.ggml.remove_extra_whitespaces", default=False):
         raise metadata.error(
             "tokenizer.ggml.remove_extra_whitespaces", "is set; such a vocabulary is not imported"
@@ -234,10 +249,15 @@ def _sentencepiece(file: GgufFile, vocabulary: _Vocabulary) -> Tokenizer:
             f"has {len(scores)} entries for {len(vocabulary.tokens)} tokens",
         )
     prefix = metadata.boolean("tokenizer.ggml.add_space_prefix", default=True)
+    # Converters of Hugging Face vocabularies write the merges beside the scores, or beside numbers
+    # that are all the same and say nothing.
+    has_scores = "tokenizer.ggml.merges" not in metadata or len(set(scores)) > 1
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids(),
-            merges=_merges_from_scores(file, vocabulary, scores),
+            merges=_merges_from_scores(file, vocabulary, scores)
+            if has_scores
+            else _read_merges(file, vocabulary),
             unk_token=_unknown_token(file, vocabulary),
             fuse_unk=True,
             byte_fallback=_has_byte_fallback(file, vocabulary),
@@ -285,7 +305,10 @@ def _merges_from_scores(
 ) -> list[tuple[str, str]]:
     """SentencePiece joins the two neighbours whose union has the highest score. As a list of
     merges: every way to cut a piece into two pieces, the best pieces first. Only normal pieces take
-    part, as control tokens stand for no text."""
+    part, as control tokens stand for no text. Pieces of Gemma are in the order of their merges,
+    whatever scores its files give them; tokenizer.json of Gemma knows no other order."""
+    if file.metadata.text("general.architecture").startswith("gemma"):
+        scores = [-float(index) for index in range(len(scores))]
     score_of = {
         text: scores[index]
         for index, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types))

@@ -2,6 +2,7 @@
 #ifndef QUIRE_BUFFERS_TESTING_REMOTE_PAIR_H_
 #define QUIRE_BUFFERS_TESTING_REMOTE_PAIR_H_
 
+#include <chrono>
 #include <memory>
 #include <utility>
 
@@ -9,12 +10,22 @@
 
 namespace quire {
 
+// No connection is lost because the machine is busy.
+inline BufferServerOptions Patient(BufferServerOptions options) {
+  options.dead_after = std::chrono::minutes(1);
+  return options;
+}
+inline RemoteBufferOptions Patient(RemoteBufferOptions options) {
+  options.connect_timeout = std::chrono::minutes(1);
+  return options;
+}
+
 // Producers are in the server, consumers behind the socket.
 class RemoteLookupPair final : public LookupBuffer {
  public:
   explicit RemoteLookupPair(const LookupBufferOptions& options)
-      : server_(BufferServer::Start({.lookup = options}).value()),
-        client_(ConnectLookupBuffer(server_->endpoint()).value()) {}
+      : server_(BufferServer::Start(Patient(BufferServerOptions{.lookup = options})).value()),
+        client_(ConnectLookupBuffer(server_->endpoint(), Patient(RemoteBufferOptions())).value()) {}
 
   Status Insert(LookupEntry entry, Timeout timeout) override {
     return server_->lookup()->Insert(std::move(entry), timeout);
@@ -44,8 +55,8 @@ class RemoteLookupPair final : public LookupBuffer {
 class RemoteStorePair final : public StoreBuffer {
  public:
   explicit RemoteStorePair(const StoreBufferOptions& options)
-      : server_(BufferServer::Start({.store = options}).value()),
-        client_(ConnectStoreBuffer(server_->endpoint()).value()) {}
+      : server_(BufferServer::Start(Patient(BufferServerOptions{.store = options})).value()),
+        client_(ConnectStoreBuffer(server_->endpoint(), Patient(RemoteBufferOptions())).value()) {}
 
   Status Put(std::string_view key, HostTensor value) override {
     return client_->Put(key, std::move(value));

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -22,15 +23,17 @@ TEST(PrefillServer, PeersHaveTheirTurns) {
   const int64_t until_ns = clock->SteadyNs() + 60 * kTestSecondNs;
   std::mutex mutex;
   std::condition_variable changed;
-  const auto server = PrefillServer::Start({.peer = {.passport = TestPassport()}}, [&] {
+  const TransferPeerOptions patient{.passport = TestPassport(),
+                                    .connect_timeout = std::chrono::minutes(1),
+                                    .dead_after = std::chrono::minutes(1)};
+  const auto server = PrefillServer::Start({.peer = patient}, [&] {
                         const std::lock_guard lock(mutex);
                         changed.notify_all();
                       }).value();
   std::vector<std::unique_ptr<TestReceiver>> receivers;
   std::vector<std::shared_ptr<TransferPeer>> peers;
   for (int64_t i = 0; i < kPeers; ++i) {
-    peers.push_back(
-        TransferPeer::Connect(server->endpoint(), {.passport = TestPassport()}).value());
+    peers.push_back(TransferPeer::Connect(server->endpoint(), patient).value());
     receivers.push_back(std::make_unique<TestReceiver>());
     ASSERT_TRUE(peers.back()->SetReceiver(receivers.back().get()).ok());
     for (uint64_t job = 1; job <= kJobs; ++job) {

@@ -375,7 +375,7 @@ TEST_F(RemoteLoss, AJobThatTheModelCannotComputeIsRefusedAndNoStepFails) {
   const std::unique_ptr<AttentionKVCache> cache = MakeCache(model, kHand, kHand.pages);
   KVTransfer* const transfer = cache->transfer();
   const Passport passport = CachePassport(SequenceStates(*cache), PairIdentity(), false).value();
-  const auto peer = TransferPeer::Connect(endpoint, {.passport = passport}).value();
+  const auto peer = TransferPeer::Connect(endpoint, Patient({.passport = passport})).value();
   ASSERT_TRUE(peer->SetReceiver(transfer).ok());
   ASSERT_TRUE(cache->AddSequence(0).ok());
   const ReceiveMap map = transfer->DisaggPrepareRecv(0, 8).value();

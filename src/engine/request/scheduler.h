@@ -5,7 +5,7 @@
 // they came (strictly: a request that does not fit yet holds up those behind it, so none starves).
 // Samples that decode come before prompts. Decodes take turns when the token budget is below their
 // number; prompts are worked on oldest first, and while samples decode their part of a step is what
-// the measured speed allows. A piece of a blended prompt is taken if its cost is left of that, or
+// the measured pace allows. A piece of a blended prompt is taken if its cost is left of that, or
 // if no prompt before it got anything: it cannot be cut, and must get on. When pages run out, first
 // retained KV goes, then the youngest request.
 #ifndef QUIRE_ENGINE_REQUEST_SCHEDULER_H_
@@ -43,8 +43,8 @@ struct WaitingHead {
 struct SchedulerView {
   int64_t token_budget = 0;  // of a step
   int64_t piece_rows = 0;    // of all pieces of a step, beside that
-  // While samples decode, prompts get the tokens that are computed in `step_seconds` at this speed,
-  // and at least kPromptTokensMin. 0: the speed is not known, and token_budget the only limit.
+  // While samples decode, prompts get the tokens that are computed in `step_seconds` at this pace,
+  // and at least kPromptTokensMin. 0: the pace is not known, and token_budget the only limit.
   double step_seconds = 0;
   double seconds_per_token = 0;
   int64_t page_size = 0;

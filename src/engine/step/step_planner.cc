@@ -42,12 +42,11 @@ Result<StepBatch> StepPlanner::Plan(bool may_admit) {
     StepBatch works;
     QUIRE_ASSIGN_OR_RETURN(const std::vector<RunnableSample> running, ViewRunning(&works));
     const int64_t of_loads = PagesOfLoads(works, options_.page_size);
-    const double speed = owners_.traffic.store.compute_seconds_per_token();
     const Decision decision = DecideNext(
         {.token_budget = options_.prefill_chunk,
          .piece_rows = options_.blend_piece,
          .step_seconds = static_cast<double>(options_.max_step_ms) * 1e-3,
-         .seconds_per_token = speed,
+         .seconds_per_token = pace_.seconds_per_token(),
          .page_size = options_.page_size,
          .pages_free = holders_.state.pages_free() - of_loads,
          .sequences_free = options_.max_num_sequences - holders_.requests.running_samples(),

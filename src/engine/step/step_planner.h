@@ -16,6 +16,7 @@
 #include "engine/step/answer_reporter.h"
 #include "engine/step/prompt_blender.h"
 #include "engine/step/step_batch.h"
+#include "engine/step/step_pace.h"
 #include "engine/traffic/kv_traffic.h"
 #include "engine/traffic/sequence_holders.h"
 #include "quire/engine.h"
@@ -39,6 +40,8 @@ class StepPlanner {
 
   // What the next forward computes; empty if there is nothing to compute now.
   Result<StepBatch> Plan(bool may_admit);
+  // A step of this size took `ns`; prompts of the next ones are cut by it.
+  void NotePace(const StepSize& size, int64_t ns) noexcept { pace_.Note(size, ns); }
   // A forward found too few pages, against the scheduler's count: gives up some.
   void MakeRoom();
 
@@ -60,6 +63,7 @@ class StepPlanner {
   const Owners owners_;
   const EngineOptions& options_;
   SequenceHolders& holders_;
+  StepPace pace_;
   int64_t preemptions_ = 0, short_counts_ = 0;
 };
 

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -28,15 +29,22 @@ inline Passport PairIdentity() {
   return identity;
 }
 
+// No peer is lost because the machine is busy.
+inline TransferPeerOptions Patient(TransferPeerOptions peer) {
+  peer.connect_timeout = peer.dead_after = std::chrono::minutes(1);
+  return peer;
+}
+
 inline std::string Serve(Server* server, const std::string& endpoint,
                          const TransferPeerOptions& peer = {}) {
   const Result<std::string> taken =
-      server->engine->ServePrefill(PairIdentity(), {.endpoint = endpoint, .peer = peer});
+      server->engine->ServePrefill(PairIdentity(), {.endpoint = endpoint, .peer = Patient(peer)});
   EXPECT_TRUE(taken.ok()) << taken.status().ToString();
   return taken.ok() ? *taken : std::string();
 }
 
-inline void Attach(Server* server, const PrefillPeerOptions& options) {
+inline void Attach(Server* server, PrefillPeerOptions options) {
+  options.peer = Patient(options.peer);
   const Status attached = server->engine->AttachPrefillPeers(PairIdentity(), options);
   EXPECT_TRUE(attached.ok()) << attached.ToString();
 }
@@ -111,6 +119,7 @@ class HandServer {
       : sizes_(sizes), cache_(MakeCache(model_, sizes, sizes.pages)) {
     TransferListenerOptions options;
     options.endpoint = endpoint;
+    options.peer = Patient({});
     options.peer.passport = CachePassport(SequenceStates(*cache_), PairIdentity(), false).value();
     listener_ = TransferListener::Start(options).value();
   }

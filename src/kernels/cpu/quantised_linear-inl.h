@@ -19,6 +19,10 @@ template <int kBits>
 QUIRE_INLINE VI ShiftInts(VI a) {
   return _mm512_slli_epi32(a, kBits);
 }
+template <int kBits>
+QUIRE_INLINE VI ShiftIntsRight(VI a) {  // of no negative number
+  return _mm512_srli_epi32(a, kBits);
+}
 QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
@@ -101,6 +105,10 @@ QUIRE_INLINE VI MulInts(VI a, VI b) {
 template <int kBits>
 QUIRE_INLINE VI ShiftInts(VI a) {
   return {_mm256_slli_epi32(a.lo, kBits), _mm256_slli_epi32(a.hi, kBits)};
+}
+template <int kBits>
+QUIRE_INLINE VI ShiftIntsRight(VI a) {
+  return {_mm256_srli_epi32(a.lo, kBits), _mm256_srli_epi32(a.hi, kBits)};
 }
 QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -186,6 +194,11 @@ template <int kBits>
 QUIRE_INLINE VI ShiftInts(VI a) {
   return {{vshlq_n_s32(a.v[0], kBits), vshlq_n_s32(a.v[1], kBits), vshlq_n_s32(a.v[2], kBits),
            vshlq_n_s32(a.v[3], kBits)}};
+}
+template <int kBits>
+QUIRE_INLINE VI ShiftIntsRight(VI a) {
+  return {{vshrq_n_s32(a.v[0], kBits), vshrq_n_s32(a.v[1], kBits), vshrq_n_s32(a.v[2], kBits),
+           vshrq_n_s32(a.v[3], kBits)}};
 }
 QUIRE_INLINE uint8x16_t LoadQuarter(const std::byte* p) {
   return vld1q_u8(reinterpret_cast<const uint8_t*>(p));
@@ -292,6 +305,11 @@ QUIRE_INLINE VI MulInts(VI a, VI b) {
 template <int kBits>
 QUIRE_INLINE VI ShiftInts(VI a) {
   return MulInts(a, SetInts(1 << kBits));
+}
+template <int kBits>
+QUIRE_INLINE VI ShiftIntsRight(VI a) {
+  for (int32_t& number : a.v) number >>= kBits;
+  return a;
 }
 QUIRE_INLINE VI LoadInt8s(const std::byte* p) {
   VI r;
@@ -618,22 +636,36 @@ struct PlainWeights {
   }
 };
 
-struct Q6KWeights {
-  static constexpr WeightFormat kFormat = WeightFormat::kQ6_K;
+// Bits that begin at kFrom moved so that they begin at kTo; the caller masks all others.
+template <int kFrom, int kTo>
+QUIRE_INLINE VB MoveBits(VB bytes) {
+  if constexpr (kFrom <= kTo) return ShiftLeft<kTo - kFrom>(bytes);
+  if constexpr (kFrom > kTo) return ShiftRight<kFrom - kTo>(bytes);
+}
+
+// Formats whose groups have a scale for each half.
+template <WeightFormat kWeights>
+struct HalvesWeights {
+  static constexpr WeightFormat kFormat = kWeights;
+  static constexpr WeightLayout kLayout = LayoutOf(kWeights);
+  static constexpr bool kHasNibbles = kLayout.codes == CodeBits::kSix;
+  static constexpr bool kHasLeasts = kLayout.scales == BlockScales::kHalfPairs;
   static constexpr int kMostRows = 8;
 
-  // Quad `quad` of a half of 16 inputs, as 0 ... 63.
-  template <int kQuad>
-  QUIRE_INLINE VB Codes(VB nibbles, VB upper) {
-    if constexpr (kQuad == 0) return OrBytes(nibbles, AndBytes(ShiftLeft<4>(upper), 0x30));
-    if constexpr (kQuad == 1) return OrBytes(nibbles, AndBytes(ShiftLeft<2>(upper), 0x30));
-    if constexpr (kQuad == 2) return OrBytes(nibbles, AndBytes(upper, 0x30));
-    return OrBytes(nibbles, AndBytes(ShiftRight<2>(upper), 0x30));
-  }
-  template <int kHalf>
-  QUIRE_INLINE VB Nibbles(const std::byte* codes, int quad) {
-    const VB both = LoadBytes(codes + quad * 64);
-    return AndBytes(kHalf == 0 ? both : ShiftRight<4>(both), 15);
+  // Quad kQuad of a half, as numbers from 0 on. `pairs`: bits of the half's codes that stand two by
+  // two; `singles`: the third bits of the group's.
+  template <int kHalf, int kQuad>
+  QUIRE_INLINE VB Codes(const std::byte* codes, VB pairs, VB singles) {
+    if constexpr (kHasNibbles) {
+      const VB both = LoadBytes(codes + kQuad * 64);
+      const VB nibbles = AndBytes(kHalf == 0 ? both : ShiftRight<4>(both), 15);
+      return OrBytes(nibbles, AndBytes(MoveBits<2 * kQuad, 4>(pairs), 0x30));
+    } else if constexpr (kLayout.codes == CodeBits::kThree) {
+      return OrBytes(AndBytes(MoveBits<2 * kQuad, 0>(pairs), 3),
+                     AndBytes(MoveBits<4 * kHalf + kQuad, 2>(singles), 4));
+    } else {
+      return AndBytes(MoveBits<2 * kQuad, 0>(pairs), 3);
+    }
   }
 
   template <int kRows, int kQuad>
@@ -644,23 +676,49 @@ struct Q6KWeights {
     }
   }
 
+  template <int kHalf>
+  QUIRE_INLINE VI ScaleOfHalf(const WeightGroup& group) {
+    const std::byte* const scales = group.scales + kHalf * kStripOutputs;
+    if constexpr (kHasLeasts) return AndInts(LoadUint8s(scales), 15);
+    return LoadInt8s(scales);
+  }
+
   // The integer sums of 16 inputs times their scale.
   template <int kRows, int kHalf>
-  QUIRE_INLINE void HalfSums(const QuantisedTile& tile, const WeightGroup& group, VI scale,
-                             VI* sum) {
+  QUIRE_INLINE void HalfSums(const QuantisedTile& tile, const WeightGroup& group, VI* sum) {
     const std::byte* const codes = group.codes;
     const int8_t* const x = tile.codes + group.index * kQuantGroup + kHalf * 16;
     QUIRE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      sum[r] = ShiftInts<5>(SetInts(RowGroupAt(tile, group, r).minus_half[kHalf]));
+      const VI minus = SetInts(RowGroupAt(tile, group, r).minus_half[kHalf]);
+      sum[r] = kLayout.offset_bits == 0 ? SetInts(0) : ShiftInts<kLayout.offset_bits>(minus);
     }
-    const VB upper = LoadBytes(codes + 256 + kHalf * 64);
-    AddQuad<kRows, 0>(tile, Codes<0>(Nibbles<kHalf>(codes, 0), upper), x, sum);
-    AddQuad<kRows, 1>(tile, Codes<1>(Nibbles<kHalf>(codes, 1), upper), x, sum);
-    AddQuad<kRows, 2>(tile, Codes<2>(Nibbles<kHalf>(codes, 2), upper), x, sum);
-    AddQuad<kRows, 3>(tile, Codes<3>(Nibbles<kHalf>(codes, 3), upper), x, sum);
+    const VB pairs = LoadBytes(codes + (kHasNibbles ? 256 : 0) + kHalf * 64);
+    const VB singles = LoadBytes(codes + (kLayout.codes == CodeBits::kThree ? 128 : 0));
+    AddQuad<kRows, 0>(tile, Codes<kHalf, 0>(codes, pairs, singles), x, sum);
+    AddQuad<kRows, 1>(tile, Codes<kHalf, 1>(codes, pairs, singles), x, sum);
+    AddQuad<kRows, 2>(tile, Codes<kHalf, 2>(codes, pairs, singles), x, sum);
+    AddQuad<kRows, 3>(tile, Codes<kHalf, 3>(codes, pairs, singles), x, sum);
+    const VI scale = ScaleOfHalf<kHalf>(group);
     QUIRE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] = MulInts(sum[r], scale);
+  }
+
+  // The second step of formats with a summand per half, whose integers stand for it: fma(float(sum
+  // of - t times the row's codes), scale of the row's group * m, chain).
+  template <int kRows>
+  QUIRE_INLINE void AddLeasts(const QuantisedTile& tile, const WeightGroup& group,
+                              Chains<kRows>* chains) {
+    const VI first = ShiftIntsRight<4>(LoadUint8s(group.scales));
+    const VI second = ShiftIntsRight<4>(LoadUint8s(group.scales + kStripOutputs));
+    VI sum[kRows];
+    QUIRE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t* const minus_half = RowGroupAt(tile, group, r).minus_half;
+      sum[r] =
+          AddInts(MulInts(SetInts(minus_half[0]), first), MulInts(SetInts(minus_half[1]), second));
+    }
+    ApplyScale(tile, group, LoadF16(group.supers + kStripOutputs), sum, chains);
   }
 
   template <int kRows>
@@ -668,11 +726,12 @@ struct Q6KWeights {
                         Chains<kRows>* chains) {
     VI sum[kRows];
     VI second[kRows];
-    HalfSums<kRows, 0>(tile, group, LoadInt8s(group.scales), sum);
-    HalfSums<kRows, 1>(tile, group, LoadInt8s(group.scales + kStripOutputs), second);
+    HalfSums<kRows, 0>(tile, group, sum);
+    HalfSums<kRows, 1>(tile, group, second);
     QUIRE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] = AddInts(sum[r], second[r]);
     ApplyScale(tile, group, LoadF16(group.supers), sum, chains);
+    if constexpr (kHasLeasts) AddLeasts(tile, group, chains);
   }
 };
 
@@ -878,9 +937,13 @@ static void RunStripsOf(const QuantisedWork& work) {
     case WeightFormat::kQ5_K:
       return RunStrips<PlainWeights<WeightFormat::kQ5_K>>(work);
     case WeightFormat::kQ6_K:
-      return RunStrips<Q6KWeights>(work);
+      return RunStrips<HalvesWeights<WeightFormat::kQ6_K>>(work);
     case WeightFormat::kIQ4_XS:
       return RunStrips<PlainWeights<WeightFormat::kIQ4_XS>>(work);
+    case WeightFormat::kQ3_K:
+      return RunStrips<HalvesWeights<WeightFormat::kQ3_K>>(work);
+    case WeightFormat::kQ2_K:
+      return RunStrips<HalvesWeights<WeightFormat::kQ2_K>>(work);
     case WeightFormat::kI8G:
       return RunStrips<PlainWeights<WeightFormat::kI8G>>(work);
     case WeightFormat::kI8Z:

@@ -30,9 +30,11 @@ float F32At(const std::byte* bytes, int64_t at) {
 struct Weight {
   int code = 0;
   int offset = 0;
-  int factor = 1;  // kQ6_K: multiplies the integers
+  int factor = 1;  // kQ6_K, kQ3_K, kQ2_K: multiplies the integers
   float scale = 0;
   float summand = 0;
+  int least_factor = 0;  // kQ2_K: summand is - least * least_factor
+  float least = 0;
 };
 
 // The scale (or, 4 later, the least) of 32 inputs, 6 bits.
@@ -71,6 +73,33 @@ Weight Q6K(const std::byte* block, int64_t i) {
           .offset = 32,
           .factor = SignedByteAt(block, 192 + i / 16),
           .scale = F16At(block, 208)};
+}
+
+// Two bits of input i, whose bytes begin at `begin`.
+int TwoBits(const std::byte* block, int64_t begin, int64_t i) {
+  return ByteAt(block, begin + i / 128 * 32 + i % 32) >> (i / 32 % 4 * 2) & 3;
+}
+
+Weight Q3K(const std::byte* block, int64_t i) {
+  const int third = ByteAt(block, i % 32) >> (i / 32) & 1;
+  const int64_t scale = i / 16;
+  const int low = ByteAt(block, 96 + scale % 8) >> (scale / 8 * 4) & 15;
+  const int high = ByteAt(block, 104 + scale % 4) >> (scale / 4 * 2) & 3;
+  return {.code = TwoBits(block, 32, i) | third << 2,
+          .offset = 4,
+          .factor = (low | high << 4) - 32,
+          .scale = F16At(block, 108)};
+}
+
+Weight Q2K(const std::byte* block, int64_t i) {
+  const int both = ByteAt(block, i / 16);
+  const float least = F16At(block, 82);
+  return {.code = TwoBits(block, 16, i),
+          .factor = both & 15,
+          .scale = F16At(block, 80),
+          .summand = 0 - least * static_cast<float>(both >> 4),
+          .least_factor = both >> 4,
+          .least = least};
 }
 
 // Sixteen numbers that lie nearly as normal ones do.
@@ -148,6 +177,10 @@ Weight WeightAt(WeightFormat format, const std::byte* row, int64_t input) {
       return Q6K(block, i);
     case WeightFormat::kIQ4_XS:
       return IQ4XS(block, i);
+    case WeightFormat::kQ3_K:
+      return Q3K(block, i);
+    case WeightFormat::kQ2_K:
+      return Q2K(block, i);
     case WeightFormat::kI8G:
     case WeightFormat::kI8GWide:
       return {.code = SignedByteAt(block, 4 + i), .scale = F32At(block, 0)};
@@ -196,13 +229,18 @@ Group Quantise(const float* x) {
 float AddGroup(WeightFormat format, const std::byte* row, const Group& group, int64_t begin,
                float chain) {
   int sum = 0;
+  int leasts = 0;
   for (int64_t i = 0; i < kQuantGroup; ++i) {
     const Weight w = WeightAt(format, row, begin + i);
     sum += w.factor * (w.code - w.offset) * group.codes[i];
+    leasts -= w.least_factor * group.codes[i];
   }
   const Weight shared = WeightAt(format, row, begin);
   chain = std::fma(static_cast<float>(sum), group.scale * shared.scale, chain);
   if (!HasSummand(format)) return chain;
+  if (LayoutOf(format).scales == BlockScales::kHalfPairs) {
+    return std::fma(static_cast<float>(leasts), group.scale * shared.least, chain);
+  }
   return std::fma(group.scale * static_cast<float>(group.sum), shared.summand, chain);
 }
 

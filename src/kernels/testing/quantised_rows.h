@@ -47,6 +47,10 @@ inline std::vector<StoredScale> StoredScales(WeightFormat format) {
       return {{208, 128 * 32}};
     case WeightFormat::kIQ4_XS:
       return {{0, 32 * 127}};
+    case WeightFormat::kQ3_K:
+      return {{108, 32 * 4}};
+    case WeightFormat::kQ2_K:
+      return {{80, 15 * 3}, {82, 15}};
     case WeightFormat::kI8G:
     case WeightFormat::kI8Z:
     case WeightFormat::kI4G:

@@ -219,14 +219,15 @@ Status ReadGemma(const JsonValue& json, const Architecture& architecture, ModelC
 }
 
 // With kDynamic the field says how far theta is as it was trained; the larger theta reaches
-// further.
+// further. So does kYarn, which users add to the configuration and leave the field as it was.
 void ExtendPositions(ModelConfig& config) {
   const RopeOptions& rope = config.rope;
-  if (rope.scaling != RopeScaling::kDynamic) return;
-  const double positions =
-      static_cast<double>(rope.original_max_position_embeddings) * std::max(rope.factor, 1.0);
+  if (rope.scaling != RopeScaling::kDynamic && rope.scaling != RopeScaling::kYarn) return;
+  const double reached = std::min(
+      static_cast<double>(rope.original_max_position_embeddings) * std::max(rope.factor, 1.0),
+      static_cast<double>(kMaxPositions));
   config.max_position_embeddings =
-      static_cast<int64_t>(std::min(positions, static_cast<double>(kMaxPositions)));
+      std::max(config.max_position_embeddings, static_cast<int64_t>(reached));
 }
 
 Status ReadRope(const JsonValue& json, bool has_local, ModelConfig& config) {

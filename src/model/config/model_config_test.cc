@@ -168,6 +168,21 @@ TEST(ModelConfig, ReadsYarnRope) {
   EXPECT_TRUE(ratio.truncate);
 }
 
+// As published instructions have it: the object alone is added, so that the field stays behind.
+TEST(ModelConfig, YarnReachesAsFarAsItsFactorSays) {
+  const auto positions = [](const Json& scaling) {
+    return ParseOk(With(OldForm(), "rope_scaling", scaling)).max_position_embeddings;
+  };
+  Json yarn{{"type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 2048}};
+  EXPECT_EQ(positions(yarn), 8192);
+  yarn.erase("original_max_position_embeddings");
+  EXPECT_EQ(positions(yarn), 8192);
+  yarn["original_max_position_embeddings"] = 512;
+  EXPECT_EQ(positions(yarn), 2048);
+  yarn["original_max_position_embeddings"] = 100;
+  EXPECT_EQ(positions(yarn), 2048);
+}
+
 TEST(ModelConfig, ReadsLongRope) {
   Json json = With(OldForm(), "rope_scaling",
                    {{"type", "longrope"},

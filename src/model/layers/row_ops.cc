@@ -81,24 +81,35 @@ void RowOps::NormPieces(const std::vector<float>& weight, float offset, float ep
 
 void RowOps::Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
                       bool accumulate, void* scratch) const {
-  if (!weights.quantised().empty()) {
-    return MultiplyQuantised(weights, x, row_count, y, accumulate, scratch);
+  Multiply(weights, {.x = x,
+                     .row_count = row_count,
+                     .y = y,
+                     .y_stride = weights.packed().n,
+                     .accumulate = accumulate,
+                     .scratch = scratch});
+}
+
+void RowOps::Multiply(const LinearWeights& weights, Product product) const {
+  for (const LinearWeights& piece : weights.pieces()) {
+    Multiply(piece, product);
+    product.y += piece.packed().n;
   }
+  if (!weights.pieces().empty()) return;
+  if (!weights.quantised().empty()) return MultiplyQuantised(weights, product);
   const LinearArgs args{.w = weights.packed(),
-                        .row_count = row_count,
-                        .x = x,
+                        .row_count = product.row_count,
+                        .x = product.x,
                         .x_stride = weights.packed().k,
                         .x_rounding = dtype_,
-                        .y = y,
-                        .y_stride = weights.packed().n,
-                        .accumulate = accumulate,
-                        .scratch = scratch};
+                        .y = product.y,
+                        .y_stride = product.y_stride,
+                        .accumulate = product.accumulate,
+                        .scratch = product.scratch};
   backend_.linear(args, runner_);
 }
 
 // Parts whose inputs stand in one order share the row's codes.
-void RowOps::MultiplyQuantised(const LinearWeights& weights, const float* x, int64_t row_count,
-                               float* y, bool accumulate, void* scratch) const {
+void RowOps::MultiplyQuantised(const LinearWeights& weights, Product product) const {
   const std::span<const QuantisedLinear> parts = weights.quantised();
   for (size_t begin = 0; begin < parts.size();) {
     size_t end = begin;
@@ -107,20 +118,25 @@ void RowOps::MultiplyQuantised(const LinearWeights& weights, const float* x, int
       outputs += parts[end++].n;
     }
     const QuantisedLinearArgs args{.parts = parts.subspan(begin, end - begin),
-                                   .row_count = row_count,
-                                   .x = x,
+                                   .row_count = product.row_count,
+                                   .x = product.x,
                                    .x_stride = weights.packed().k,
-                                   .y = y,
-                                   .y_stride = weights.packed().n,
-                                   .accumulate = accumulate,
-                                   .scratch = scratch};
+                                   .y = product.y,
+                                   .y_stride = product.y_stride,
+                                   .accumulate = product.accumulate,
+                                   .scratch = product.scratch};
     backend_.quantised_linear(args, runner_);
-    y += outputs;
+    product.y += outputs;
     begin = end;
   }
 }
 
 size_t RowOps::ScratchBytes(const LinearWeights& weights, int64_t row_count) const {
+  size_t of_pieces = 0;
+  for (const LinearWeights& piece : weights.pieces()) {
+    of_pieces = std::max(of_pieces, ScratchBytes(piece, row_count));
+  }
+  if (!weights.pieces().empty()) return of_pieces;
   const PackedLinear& packed = weights.packed();
   if (!weights.quantised().empty()) return backend_.quantised_scratch_bytes(row_count, packed.k);
   return backend_.linear_scratch_bytes(row_count, packed.n, packed.k, runner_.worker_count());

@@ -55,7 +55,8 @@ class RowOps {
   void Multiply(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
                 bool accumulate, void* scratch) const;
   size_t ScratchBytes(const LinearWeights& weights, int64_t row_count) const;
-  // Rows `ids` of the matrix itself, [ids.size(), k] in float32. REQUIRES: 0 <= ids < n.
+  // Rows `ids` of the matrix itself, [ids.size(), k] in float32. REQUIRES: 0 <= ids < n; the matrix
+  // is in one.
   void GatherRows(const LinearWeights& weights, std::span<const int32_t> ids, float* rows) const;
   // As above, of a table of rows of `width`.
   void GatherRows(const RowTable& table, int64_t width, std::span<const int32_t> ids,
@@ -66,8 +67,18 @@ class RowOps {
   size_t HeadsScratchBytes(std::span<const LinearWeights> weights, int64_t row_count) const;
 
  private:
-  void MultiplyQuantised(const LinearWeights& weights, const float* x, int64_t row_count, float* y,
-                         bool accumulate, void* scratch) const;
+  // Rows of x lie after each other, those of y `y_stride` apart.
+  struct Product {
+    const float* x;
+    int64_t row_count;
+    float* y;
+    int64_t y_stride;
+    bool accumulate;
+    void* scratch;
+  };
+
+  void Multiply(const LinearWeights& weights, Product product) const;
+  void MultiplyQuantised(const LinearWeights& weights, Product product) const;
   // The scratch memory for a product on one worker.
   size_t SerialScratchBytes(const LinearWeights& weights, int64_t row_count) const;
 

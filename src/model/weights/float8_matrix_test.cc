@@ -301,7 +301,8 @@ TEST_F(Float8MatrixTest, HeadsAreCutAsThoseOfTheirNumbers) {
   EXPECT_EQ(bytes[0], bytes[1]);
 }
 
-TEST_F(Float8MatrixTest, AllPartsOrNone) {
+// A part that is stored as it is becomes a piece of its own, and one that is absent is missed.
+TEST_F(Float8MatrixTest, PartsMayBePlain) {
   RawCheckpoint file;
   file.Add("q.weight", "F8_E4M3", {4, 64}, RandomCodes(4 * 64));
   file.Add("q.weight_scale", "F32", {1}, std::vector<float>{1});
@@ -310,11 +311,16 @@ TEST_F(Float8MatrixTest, AllPartsOrNone) {
   const Result<Checkpoint> checkpoint = Checkpoint::Open(folder_.path());
   WeightLoader loader(*checkpoint, **FindBackend(""), *runner_, DType::kF32);
   loader.ReadQuantised(kOneScale);
-  const auto result = loader.Linear({{"q", 4}, {"k", 4}}, 64, false);
-  EXPECT_EQ(
-      result.status().message(),
-      "matrix \"k\" is not quantised, as others of its kind (q ...) are; quantise all or none "
-      "of them");
+  const auto mixed = loader.Linear({{"q", 4}, {"k", 4}}, 64, false);
+  ASSERT_TRUE(mixed.ok()) << mixed.status().ToString();
+  EXPECT_EQ(mixed->packed().n, 8);
+  ASSERT_EQ(mixed->pieces().size(), 2U);
+  EXPECT_NE(mixed->pieces()[0].packed().float8.data, nullptr);
+  EXPECT_EQ(mixed->pieces()[1].packed().float8.data, nullptr);
+  EXPECT_EQ(loader.parameter_count(), 8 * 64);
+  const auto absent = loader.Linear({{"q", 4}, {"v", 4}}, 64, false);
+  EXPECT_EQ(absent.status().code(), StatusCode::kNotFound);
+  EXPECT_NE(absent.status().message().find("\"v.weight\""), std::string::npos);
 }
 
 }  // namespace

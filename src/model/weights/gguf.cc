@@ -47,9 +47,11 @@ struct GgufType {
 };
 // Beside those of WeightFormat.
 constexpr GgufType kGgufTypes[] = {
-    {0, "F32", DType::kF32},    {1, "F16", DType::kF16},    {30, "BF16", DType::kBF16},
-    {9, "Q8_1", std::nullopt},  {10, "Q2_K", std::nullopt}, {11, "Q3_K", std::nullopt},
-    {15, "Q8_K", std::nullopt},
+    {0, "F32", DType::kF32},      {1, "F16", DType::kF16},       {30, "BF16", DType::kBF16},
+    {9, "Q8_1", std::nullopt},    {15, "Q8_K", std::nullopt},    {16, "IQ2_XXS", std::nullopt},
+    {17, "IQ2_XS", std::nullopt}, {18, "IQ3_XXS", std::nullopt}, {19, "IQ1_S", std::nullopt},
+    {21, "IQ3_S", std::nullopt},  {22, "IQ2_S", std::nullopt},   {29, "IQ1_M", std::nullopt},
+    {34, "TQ1_0", std::nullopt},  {35, "TQ2_0", std::nullopt},
 };
 constexpr GgufType kOtherType = {0, "a type that is not read", std::nullopt};
 

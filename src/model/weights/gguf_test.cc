@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint32_t kF32Type = 0;
 constexpr uint32_t kQ4Type = 2;
-constexpr uint32_t kQ3KType = 11;
+constexpr uint32_t kQ8KType = 15;
 
 template <typename T>
 std::string Bytes(T value) {
@@ -41,7 +41,7 @@ struct File {
   std::vector<Tensor> tensors = {{"output_norm.weight", {32}, kF32Type, 0},
                                  {"blk.0.attn_q.weight", {32, 8}, kQ4Type, 128},
                                  {"blk.10.attn_k.weight", {32, 4}, kQ4Type, 288},
-                                 {"rope_freqs.weight", {4}, kQ3KType, 384}};
+                                 {"rope_freqs.weight", {4}, kQ8KType, 384}};
   uint64_t data_bytes = 384;
 
   std::string Write() const {
@@ -118,7 +118,7 @@ TEST(Gguf, TensorsHaveTheNamesAndShapesOfACheckpoint) {
   EXPECT_EQ(k->rotary_head_rows, 4);
   const StoredTensor* const other = stored->Find("rope_freqs.weight");
   ASSERT_NE(other, nullptr);
-  EXPECT_EQ(other->type_name, "Q3_K");
+  EXPECT_EQ(other->type_name, "Q8_K");
   EXPECT_FALSE(other->dtype || other->format);
 }
 

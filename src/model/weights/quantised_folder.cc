@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/round_up.h"
 #include "model/weights/folder_tensors.h"
 #include "tensor/host_memory.h"
 
@@ -300,6 +301,29 @@ Status FolderMatrix::Pack(std::span<const int32_t> order, std::byte* packed,
       WriteRow(first + i, order, reinterpret_cast<int8_t*>(buffer), rows + i * row_bytes);
     }
     PackQuantisedStrip(to, rows, count, k_, packed + strip * StripBytes(to, k_));
+  });
+  return Status();
+}
+
+Status FolderMatrix::Read(std::span<const int32_t> order, float* values,
+                          ParallelRunner& runner) const {
+  QUIRE_RETURN_IF_ERROR(CheckNumbers());
+  const WeightFormat from = format();
+  const int64_t worker_bytes = k_ * static_cast<int64_t>(sizeof(float)) + StoredRowBytes(from, k_) +
+                               k_;  // numbers, the stored row, codes; the first are aligned
+  const int64_t stride = RoundUp(worker_bytes, int64_t{alignof(float)});
+  QUIRE_ASSIGN_OR_RETURN(const HostMemory buffers,
+                         HostMemory::Allocate(static_cast<size_t>(runner.worker_count() * stride)));
+  runner.ParallelFor(n_, [&](int64_t output, int worker) {
+    std::byte* const buffer = buffers.data() + worker * stride;
+    auto* const numbers = reinterpret_cast<float*>(buffer);
+    std::byte* const row = buffer + k_ * static_cast<int64_t>(sizeof(float));
+    WriteRow(output, order, reinterpret_cast<int8_t*>(row + StoredRowBytes(from, k_)), row);
+    DequantiseRow(from, row, k_, numbers);
+    float* const to = values + output * k_;
+    for (int64_t i = 0; i < k_; ++i) {
+      to[order.empty() ? i : order[static_cast<size_t>(i)]] = numbers[i];
+    }
   });
   return Status();
 }

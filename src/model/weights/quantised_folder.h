@@ -66,6 +66,9 @@ class FolderMatrix {
   // offset outside the range of the codes. BadArgument: scales beside offsets that are more precise
   // than float16 and bfloat16.
   Status Pack(std::span<const int32_t> order, std::byte* packed, ParallelRunner& runner) const;
+  // The numbers as float32, [n, k], inputs as they are; `order` is InputOrder(). Takes memory and
+  // fails as Pack.
+  Status Read(std::span<const int32_t> order, float* values, ParallelRunner& runner) const;
   // Checkpoint::Release of all tensors.
   void Release() const noexcept;
 

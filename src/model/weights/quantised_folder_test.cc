@@ -11,8 +11,10 @@
 #include <vector>
 
 #include "base/random.h"
+#include "kernels/backend.h"
 #include "model/testing/raw_checkpoint.h"
 #include "model/testing/test_checkpoint.h"
+#include "model/weights/weights.h"
 #include "tensor/half.h"
 #include "tensor/host_memory.h"
 
@@ -377,6 +379,48 @@ TEST_F(QuantisedFolderTest, GroupsThatAreNoGroupsAreRefused) {
   RawCheckpoint file;
   AddGptq(file, m, 0);
   ExpectRefused(file, Gptq(m, 0), StatusCode::kCorrupt, "input 159 is in group 2", 24, 160);
+}
+
+// Matrices of single heads, some of them turned: those of the numbers.
+TEST_F(QuantisedFolderTest, HeadsAreCutAsThoseOfTheirNumbers) {
+  constexpr int64_t kHeads = 3;
+  const HeadSlice slices[] = {{.rows = 3, .transposed = true}, {.rows = 5, .transposed = false}};
+  const Backend& backend = **FindBackend("");
+  const auto pool = CreateThreadPool(2).value();
+  const auto cut = [&](const RawCheckpoint& file, const FolderQuantisation& quantisation) {
+    file.Write(folder_);
+    const Checkpoint checkpoint = Checkpoint::Open(folder_.path()).value();
+    WeightLoader loader(checkpoint, backend, *pool, DType::kF32);
+    loader.ReadQuantised(quantisation);
+    const auto matrices = loader.LinearSlices("a", kHeads, slices, 192);
+    EXPECT_TRUE(matrices.ok()) << matrices.status().ToString();
+    std::string bytes;
+    for (const auto& heads : *matrices) {
+      for (const LinearWeights& head : heads) {
+        const PackedLinear& packed = head.packed();
+        bytes.append(static_cast<const char*>(packed.data),
+                     backend.packed_linear_bytes(packed.dtype, packed.n, packed.k));
+      }
+    }
+    return bytes;
+  };
+  for (const bool strewn : {false, true}) {
+    Matrix m;
+    if (strewn) m.Strew();
+    std::vector<float> numbers;
+    for (int64_t output = 0; output < m.n; ++output) {
+      for (int64_t i = 0; i < m.k; ++i) numbers.push_back(m.Weight(output, i));
+    }
+    RawCheckpoint plain;
+    plain.Add("a.weight", "F32", {m.n, m.k}, numbers);
+    RawCheckpoint gptq;
+    AddGptq(gptq, m, 0);
+    EXPECT_EQ(cut(gptq, Gptq(m, 0)), cut(plain, Gptq(m, 0)));
+    if (strewn) continue;
+    RawCheckpoint awq;
+    AddAwq(awq, m);
+    EXPECT_EQ(cut(awq, Awq(m)), cut(plain, Awq(m)));
+  }
 }
 
 }  // namespace

@@ -125,12 +125,6 @@ std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
   return {OutputBlocks(n), PackedInputs(dtype, k), kOutputBlock};
 }
 
-Status NotQuantised(const LinearPart& part, const LinearPart& first) {
-  return Status(StatusCode::kBadArgument,
-                "matrix " + QuotedName(part.name) + " is not quantised, as others of its kind (" +
-                    first.name + " ...) are; quantise all or none of them");
-}
-
 }  // namespace
 
 int64_t WeightMemory::BytesTaken(size_t bytes) {
@@ -184,6 +178,13 @@ LinearWeights::LinearWeights(std::vector<QuantisedPart> parts, int64_t k, std::v
   packed_ = PackedLinear{.n = n, .k = k};
 }
 
+LinearWeights::LinearWeights(std::vector<LinearWeights> pieces, int64_t k)
+    : pieces_(std::move(pieces)) {
+  int64_t n = 0;
+  for (const LinearWeights& piece : pieces_) n += piece.packed().n;
+  packed_ = PackedLinear{.n = n, .k = k};
+}
+
 WeightLoader::WeightLoader(const Checkpoint& checkpoint, const Backend& backend,
                            ParallelRunner& runner, DType compute_dtype, WeightUse use)
     : checkpoint_(checkpoint),
@@ -201,10 +202,14 @@ Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
     for (const WeightFormat format : kWeightFormats) {
       if (IsOfGguf(format)) quantised += ", " + std::string(WeightFormatName(format));
     }
+    const bool is_gguf = tensor.file.ends_with(".gguf");
     return Status(StatusCode::kBadArgument,
                   tensor.Name() + " is stored as " + std::string(tensor.stored->type_name) +
                       "; weights must be F32, F16 or BF16 (matrices of a GGUF file also" +
-                      quantised.substr(1) + "): save the model in one of these types");
+                      quantised.substr(1) + "): " +
+                      (is_gguf ? "take the model in another quantisation, or widen this one with "
+                                 "quire import"
+                               : "save the model in one of these types"));
   }
   if (!std::ranges::equal(tensor.stored->shape, shape)) {
     return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
@@ -281,8 +286,53 @@ Result<std::vector<CheckpointTensor>> WeightLoader::FindParts(std::span<const Li
   return tensors;
 }
 
+// How many parts, from the first on, a packed checkpoint holds as one matrix that is not quantised
+// in blocks. 0: none.
+size_t WeightLoader::PackedRun(std::span<const LinearPart> parts) const {
+  for (size_t count = parts.size(); count > 0; --count) {
+    const std::string name = PackedName(parts.first(count));
+    if (checkpoint_.Has(name) || checkpoint_.Has(Float8Name(name))) return count;
+  }
+  return 0;
+}
+
+// Absent: nothing of the part is there. The reader of the part before it says so.
+std::optional<WeightLoader::Form> WeightLoader::FormOf(const std::string& name) const {
+  if (MappedFormat(PackedPartName(name))) return Form::kPacked;
+  if (IsFloat8(name)) return Form::kFloat8;
+  if (IsQuantised(name)) return Form::kFolder;
+  if (!checkpoint_.Has(name + ".weight")) return std::nullopt;
+  const Result<CheckpointTensor> found = checkpoint_.Find(name + ".weight");
+  return found.ok() && found->stored->format ? Form::kGguf : Form::kPlain;
+}
+
+// How many parts, from the first on, are held in the same form.
+size_t WeightLoader::RunOfOneForm(std::span<const LinearPart> parts) const {
+  if (const size_t packed = PackedRun(parts); packed > 0) return packed;
+  const std::optional<Form> form = FormOf(parts.front().name);
+  size_t count = 1;
+  for (; count < parts.size() && PackedRun(parts.subspan(count)) == 0; ++count) {
+    const std::optional<Form> next = FormOf(parts[count].name);
+    if (next && next != form) break;
+  }
+  return count;
+}
+
 Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, int64_t k,
                                            bool has_bias) {
+  std::vector<LinearWeights> pieces;
+  while (!parts.empty()) {
+    const size_t count = RunOfOneForm(parts);
+    QUIRE_ASSIGN_OR_RETURN(LinearWeights piece, LinearOfOneForm(parts.first(count), k, has_bias));
+    pieces.push_back(std::move(piece));
+    parts = parts.subspan(count);
+  }
+  if (pieces.size() == 1) return std::move(pieces.front());
+  return LinearWeights(std::move(pieces), k);
+}
+
+Result<LinearWeights> WeightLoader::LinearOfOneForm(std::span<const LinearPart> parts, int64_t k,
+                                                    bool has_bias) {
   int64_t n = 0;
   for (const LinearPart& part : parts) {
     Count(part.name + ".weight", part.rows * k);
@@ -300,16 +350,10 @@ Result<LinearWeights> WeightLoader::Linear(std::span<const LinearPart> parts, in
   if (MappedFormat(PackedPartName(parts.front().name))) {
     return MappedQuantised(parts, k, std::move(bias));
   }
-  if (std::ranges::any_of(parts, [&](const LinearPart& part) { return IsFloat8(part.name); })) {
-    return Float8(parts, k, std::move(bias));
-  }
-  if (std::ranges::any_of(parts, [&](const LinearPart& part) { return IsQuantised(part.name); })) {
-    return QuantisedFolder(parts, k, std::move(bias));
-  }
+  if (IsFloat8(parts.front().name)) return Float8(parts, k, std::move(bias));
+  if (IsQuantised(parts.front().name)) return QuantisedFolder(parts, k, std::move(bias));
   QUIRE_ASSIGN_OR_RETURN(const std::vector<CheckpointTensor> tensors, FindParts(parts, k));
-  if (std::ranges::any_of(tensors, [](const auto& t) { return t.stored->format.has_value(); })) {
-    return Quantised(tensors, k, std::move(bias));
-  }
+  if (tensors.front().stored->format) return Quantised(tensors, k, std::move(bias));
   const DType from = CommonDType(tensors);
   const DType to = PackedType(from);
   std::shared_ptr<const std::byte> packed;
@@ -324,11 +368,6 @@ Result<LinearWeights> WeightLoader::Quantised(std::span<const CheckpointTensor> 
                                               std::vector<float> bias) {
   std::vector<QuantisedPart> parts;
   for (const CheckpointTensor& tensor : tensors) {
-    if (!tensor.stored->format) {
-      return Status(StatusCode::kBadArgument,
-                    tensor.Name() + " is not quantised, as the other parts of its matrix (" +
-                        tensors.front().stored->name + " ...) are; quantise all or none of them");
-    }
     const WeightFormat format = *tensor.stored->format;
     const int64_t rows = tensor.stored->shape.front();
     const size_t bytes = PackedQuantisedBytes(format, rows, k);
@@ -372,7 +411,6 @@ Result<LinearWeights> WeightLoader::QuantisedFolder(std::span<const LinearPart> 
                                                     std::vector<float> bias) {
   std::vector<QuantisedPart> quantised;
   for (const LinearPart& part : parts) {
-    if (!IsQuantised(part.name)) return NotQuantised(part, parts.front());
     if (bias.empty()) QUIRE_RETURN_IF_ERROR(CheckNoBias(part));
     QUIRE_ASSIGN_OR_RETURN(QuantisedPart loaded, FolderPart(part, k));
     quantised.push_back(std::move(loaded));
@@ -390,7 +428,6 @@ Result<LinearWeights> WeightLoader::Float8(std::span<const LinearPart> parts, in
   std::vector<Float8Matrix> matrices;
   int64_t n = 0;
   for (const LinearPart& part : parts) {
-    if (!IsFloat8(part.name)) return NotQuantised(part, parts.front());
     if (bias.empty()) QUIRE_RETURN_IF_ERROR(CheckNoBias(part));
     QUIRE_ASSIGN_OR_RETURN(Float8Matrix matrix, Float8Matrix::Open(checkpoint_, *quantisation_,
                                                                    part.name, part.rows, k));
@@ -682,12 +719,7 @@ Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t
   Count(name + ".weight", heads * head_rows * k);
   if (checkpoint_.Has(PackedSliceName(name, 0, 0))) return MappedSlices(name, heads, slices, k);
   if (IsFloat8(name)) return Float8Slices(name, heads, slices, heads * head_rows, k);
-  if (IsQuantised(name)) {
-    return Status(StatusCode::kBadArgument,
-                  "matrix " + QuotedName(name) +
-                      " is quantised; it is cut head by head, and read as F32, F16 or BF16 alone: "
-                      "leave it out when the model is quantised");
-  }
+  if (IsQuantised(name)) return QuantisedSlices(name, heads, slices, heads * head_rows, k);
   const int64_t shape[] = {heads * head_rows, k};
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
   const DType from = *tensor.stored->dtype;
@@ -713,6 +745,22 @@ Result<HeadMatrices> WeightLoader::Float8Slices(const std::string& name, int64_t
     QUIRE_ASSIGN_OR_RETURN(memory,
                            HostMemory::Allocate(static_cast<size_t>(rows * k) * sizeof(float)));
     QUIRE_RETURN_IF_ERROR(matrix.Read(0, rows, reinterpret_cast<float*>(memory.data()), runner_));
+    matrix.Release();
+  }
+  return CutSlices(name, memory.data(), DType::kF32, heads, slices, k);
+}
+
+Result<HeadMatrices> WeightLoader::QuantisedSlices(const std::string& name, int64_t heads,
+                                                   std::span<const HeadSlice> slices, int64_t rows,
+                                                   int64_t k) {
+  QUIRE_ASSIGN_OR_RETURN(const FolderMatrix matrix,
+                         FolderMatrix::Open(checkpoint_, *quantisation_, name, rows, k));
+  HostMemory memory;
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(const std::vector<int32_t> order, matrix.InputOrder());
+    QUIRE_ASSIGN_OR_RETURN(memory,
+                           HostMemory::Allocate(static_cast<size_t>(rows * k) * sizeof(float)));
+    QUIRE_RETURN_IF_ERROR(matrix.Read(order, reinterpret_cast<float*>(memory.data()), runner_));
     matrix.Release();
   }
   return CutSlices(name, memory.data(), DType::kF32, heads, slices, k);

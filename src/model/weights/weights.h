@@ -60,7 +60,8 @@ struct Float8Part {
   Float8Scales layout;                      // data is not set
 };
 
-// One weight matrix in the kernels' order, with its bias. The view's pointers follow moves.
+// One weight matrix in the kernels' order, with its bias. The view's pointers follow moves. One
+// whose outputs are held in several ways is a list of pieces.
 class LinearWeights {
  public:
   LinearWeights() = default;
@@ -70,11 +71,15 @@ class LinearWeights {
   LinearWeights(DType dtype, int64_t n, int64_t k, Float8Part part, std::vector<float> bias);
   // Parts on top of each other, [n of all parts, k].
   LinearWeights(std::vector<QuantisedPart> parts, int64_t k, std::vector<float> bias);
+  // Pieces on top of each other, which have no pieces of their own, [n of all pieces, k].
+  LinearWeights(std::vector<LinearWeights> pieces, int64_t k);
 
-  // The size alone, without data, where the matrix is quantised.
+  // The size alone, without data, where the matrix is quantised or in pieces.
   const PackedLinear& packed() const { return packed_; }
-  // Empty: the matrix is not quantised.
+  // Empty: the matrix is not quantised, or in pieces.
   std::span<const QuantisedLinear> quantised() const { return quantised_; }
+  // Empty: the matrix is in one.
+  std::span<const LinearWeights> pieces() const { return pieces_; }
 
  private:
   PackedLinear packed_;
@@ -83,6 +88,7 @@ class LinearWeights {
   std::vector<float> bias_;
   std::vector<QuantisedLinear> quantised_;
   std::vector<QuantisedPart> parts_;
+  std::vector<LinearWeights> pieces_;
 };
 
 // Rows that are looked up by index: a token embedding that is not the head too. Reads the mapped
@@ -140,7 +146,8 @@ class WeightLoader {
   // Notes from now on all that is loaded as a packed checkpoint holds it.
   void RecordTo(std::vector<TensorToWrite>* tensors) { record_ = tensors; }
 
-  // The parts on top of each other as one matrix.
+  // The parts on top of each other as one matrix, in pieces where they are stored in several ways:
+  // quantised in a file's form, and not.
   Result<LinearWeights> Linear(std::span<const LinearPart> parts, int64_t k, bool has_bias);
   Result<LinearWeights> Linear(std::initializer_list<LinearPart> parts, int64_t k, bool has_bias) {
     return Linear(std::span<const LinearPart>(parts.begin(), parts.size()), k, has_bias);
@@ -166,9 +173,17 @@ class WeightLoader {
   std::vector<WeightType> weight_types() const;
 
  private:
+  // How a part is held that is not packed as one matrix with others.
+  enum class Form : uint8_t { kPlain, kGguf, kFolder, kFloat8, kPacked };
+
+  std::optional<Form> FormOf(const std::string& name) const;
   Result<CheckpointTensor> FindFloat(const std::string& name, std::span<const int64_t> shape);
   // A tensor that FindFloat finds, or a quantised one.
   Result<CheckpointTensor> FindMatrix(const std::string& name, int64_t rows, int64_t k);
+  size_t PackedRun(std::span<const LinearPart> parts) const;
+  size_t RunOfOneForm(std::span<const LinearPart> parts) const;
+  Result<LinearWeights> LinearOfOneForm(std::span<const LinearPart> parts, int64_t k,
+                                        bool has_bias);
   Result<LinearWeights> Quantised(std::span<const CheckpointTensor> tensors, int64_t k,
                                   std::vector<float> bias);
   bool IsQuantised(const std::string& name) const;
@@ -202,6 +217,8 @@ class WeightLoader {
                             std::vector<float> bias);
   Result<HeadMatrices> Float8Slices(const std::string& name, int64_t heads,
                                     std::span<const HeadSlice> slices, int64_t rows, int64_t k);
+  Result<HeadMatrices> QuantisedSlices(const std::string& name, int64_t heads,
+                                       std::span<const HeadSlice> slices, int64_t rows, int64_t k);
   Status CheckNoBias(const LinearPart& part);
   Result<std::vector<float>> Bias(std::span<const LinearPart> parts);
   DType PackedType(DType from) const;

@@ -251,7 +251,7 @@ TEST_F(WeightsTest, NamesWhatDoesNotFit) {
             file +
                 ": tensor \"q.weight\" is stored as I32; weights must be F32, F16 or BF16 "
                 "(matrices of a GGUF file also Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, Q4_K, "
-                "Q5_K, Q6_K, IQ4_XS): save the model in one of these types");
+                "Q5_K, Q6_K, IQ4_XS, Q3_K, Q2_K): save the model in one of these types");
 
   Write(Projections(DType::kF32, DType::kF32, DType::kF32));
   WeightLoader loader = Loader(DType::kF32);

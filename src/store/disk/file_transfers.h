@@ -18,8 +18,9 @@ namespace quire {
 
 class FileTransfers {
  public:
-  // Deep and large enough to keep one NVMe disk busy, also while the thread waits for a core.
-  static constexpr size_t kDepth = 16;
+  // Deep and large enough to keep one NVMe disk busy, also while the thread waits for a core: of
+  // 3.0 GB/s that a disk gives, requests to 64 files get 2.2 with 16 under way, 2.8 with 64.
+  static constexpr size_t kDepth = 64;
   static constexpr int64_t kBytesMax = int64_t{1} << 20;
   // At most this number of them has a buffer.
   static constexpr size_t kBuffers = 8;

@@ -73,9 +73,7 @@ TEST(RedisOutage, AServerThatHangsCostsTheDeadlineAndThenNothing) {
   EXPECT_EQ(ReadOne(*tier, *chunk, 50 * kMs).code(), StatusCode::kTimeout);
   EXPECT_GE(MachineTime()->SteadyNs() - begin_ns, 50 * kMs);
   EXPECT_FALSE(WriteOne(*tier, *MakeChunk(2, kThreePieces), 50 * kMs).ok());
-  EXPECT_FALSE(ReadOne(*tier, *chunk, 50 * kMs).ok());
-  EXPECT_EQ(ReadOne(*tier, *chunk).code(), StatusCode::kUnavailable);
-  EXPECT_FALSE(tier->Usage().available);
+  AwaitOutage(*tier, *chunk);
   server.Signal(SIGCONT);
   Status status = ReadOne(*tier, *chunk);
   while (status.code() == StatusCode::kUnavailable) status = ReadOne(*tier, *chunk);
@@ -176,7 +174,7 @@ TEST(RedisOutage, RepliesThatEndEarlyAreMisses) {
     }));
     self = &server;
     const auto tier = Open(self->tcp());
-    EXPECT_EQ(ReadOne(*tier, *chunk, 2000 * kMs).code(), StatusCode::kUnavailable) << share;
+    EXPECT_EQ(ReadOne(*tier, *chunk).code(), StatusCode::kUnavailable) << share;
   }
 }
 
@@ -316,11 +314,9 @@ TEST(RedisOutage, ErrorsOfTheServerAreMissesAndDrops) {
 TEST(RedisOutage, AHostThatNobodyKnowsIsAnOutage) {
   const auto tier = Open("no-such-host.invalid:6379", {.connect_timeout_ms = 100});
   const auto chunk = MakeChunk(1);
-  for (int i = 0; i < 4; ++i) {
-    const StatusCode code = ReadOne(*tier, *chunk, 300 * kMs).code();
-    EXPECT_TRUE(code == StatusCode::kUnavailable || code == StatusCode::kTimeout);
-  }
-  EXPECT_FALSE(tier->Usage().available);
+  const StatusCode code = ReadOne(*tier, *chunk, 300 * kMs).code();
+  EXPECT_TRUE(code == StatusCode::kUnavailable || code == StatusCode::kTimeout);
+  AwaitOutage(*tier, *chunk);
 }
 
 TEST(RedisOutage, RefusesOptionsByName) {

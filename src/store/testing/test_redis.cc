@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <filesystem>
+#include <random>
 #include <sstream>
 
 #include "base/check.h"
@@ -41,21 +42,18 @@ int Listen(int* port) {
   return fd;
 }
 
-// A port that is free, and whose port of the cluster's bus is.
+// A port that is free, and whose port of the cluster's bus is. Both lie below those that the system
+// gives to connections and to whoever asks for any: nobody takes them before the server does.
 int FreePort() {
+  std::random_device random;  // other processes look for ports, too
   while (true) {
-    int port = 0;
-    const int fd = Listen(&port);
-    int bus_port = port > 50000 ? port - 30000 : port;
-    const int base = bus_port;
-    close(fd);
-    int probe = base;
-    const int first = Listen(&probe);
-    bus_port = base + 10000;
+    int port = 10'000 + static_cast<int>(random() % 12'000);
+    int bus_port = port + 10'000;
+    const int first = Listen(&port);
     const int second = Listen(&bus_port);
     if (first >= 0) close(first);
     if (second >= 0) close(second);
-    if (first >= 0 && second >= 0) return base;
+    if (first >= 0 && second >= 0) return port;
   }
 }
 
@@ -189,7 +187,7 @@ RedisServerCluster::RedisServerCluster(std::vector<std::string> arguments,
   arguments.insert(
       arguments.end(),
       {"--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--cluster-node-timeout",
-       "2000", "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"});
+       "5000", "--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"});
   std::vector<std::string> create = {"redis-cli"};
   if (certificates != nullptr) {
     arguments.insert(arguments.end(), {"--tls-cluster", "yes", "--tls-replication", "yes"});

@@ -21,7 +21,7 @@
 namespace quire::redis_test {
 
 inline constexpr int64_t kMs = 1'000'000;
-inline constexpr int64_t kLongNs = 10'000 * kMs;  // more than anything here should take
+inline constexpr int64_t kLongNs = 120'000 * kMs;  // more than anything here should take
 
 #define QUIRE_NEEDS_REDIS() \
   if (!HaveRedisServer()) GTEST_SKIP() << "redis-server is not installed; tools/setup.sh does it"
@@ -140,6 +140,10 @@ inline std::unique_ptr<RedisTier> Open(const std::string& endpoints, RedisTierOp
                                        std::string mac_key = "",
                                        std::shared_ptr<Clock> clock = nullptr) {
   options.endpoints = endpoints;
+  // A busy machine is no outage.
+  if (options.connect_timeout_ms == RedisTierOptions().connect_timeout_ms)
+    options.connect_timeout_ms = 30'000;
+  if (options.io_timeout_ms == RedisTierOptions().io_timeout_ms) options.io_timeout_ms = 60'000;
   Result<std::unique_ptr<RedisTier>> tier =
       RedisTier::Create(options, std::move(mac_key), std::move(clock));
   EXPECT_TRUE(tier.ok()) << tier.status().ToString();
@@ -162,6 +166,17 @@ inline Status ReadOne(RedisTier& tier, const StoredChunk& chunk, int64_t ns = kL
   EXPECT_EQ(sink.items[0].ends, 1);
   EXPECT_TRUE(!sink.items[0].status.ok() || SameBytes(chunk, sink.items[0].buffer));
   return sink.items[0].status;
+}
+
+// Asks a server that hangs, until it is taken for dead: then nobody waits for it any more.
+inline void AwaitOutage(RedisTier& tier, const StoredChunk& chunk) {
+  // Each try that hangs doubles the time until the next one, so a few are enough.
+  for (int i = 0; i < 50; ++i) {
+    const Status status = ReadOne(tier, chunk, 50 * kMs);
+    EXPECT_FALSE(status.ok());
+    if (status.code() == StatusCode::kUnavailable && !tier.Usage().available) return;
+  }
+  ADD_FAILURE() << "it is asked again and again";
 }
 
 inline std::string HeaderName(const StoredChunk& chunk) {

@@ -34,7 +34,8 @@ def llama() -> Any:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[quire.ChunkStore]:
-    with quire.ChunkStore(tmp_path / "kv", ram_bytes=16 << 20) as store:
+    # However long the disk takes.
+    with quire.ChunkStore(tmp_path / "kv", ram_bytes=16 << 20, disk_timeout_ms=60_000) as store:
         yield store
 
 
@@ -97,7 +98,7 @@ _OTHER_PROCESS = """
     from quire import hf
     torch.set_num_threads(1)
     made, ids = model("llama"), random_ids(1, 70)
-    with torch.no_grad(), quire.ChunkStore(sys.argv[2]) as store:
+    with torch.no_grad(), quire.ChunkStore(sys.argv[2], disk_timeout_ms=60_000) as store:
         cache = hf.QuireCache(made.config, token_capacity=1024)
         print(cache.find(store, ids, made, chunk_tokens=16))
         logits = made(ids[:, 48:], past_key_values=cache).logits
@@ -107,7 +108,7 @@ _OTHER_PROCESS = """
 
 def test_another_process_finds_it(llama: Any, tmp_path: Path) -> None:
     ids = random_ids(1, 70)
-    with quire.ChunkStore(tmp_path / "kv") as store:
+    with quire.ChunkStore(tmp_path / "kv", disk_timeout_ms=60_000) as store:
         cache = new_cache(llama)
         run(llama, cache, ids[:, :60])
         cache.keep(store, ids, llama, chunk_tokens=CHUNK)
@@ -185,7 +186,7 @@ def test_weights_that_torch_does_not_see_change_are_others(store: quire.ChunkSto
 
 def test_damage_is_a_miss(llama: Any, tmp_path: Path) -> None:
     ids = random_ids(1, 70)
-    with quire.ChunkStore(tmp_path / "kv") as store:
+    with quire.ChunkStore(tmp_path / "kv", disk_timeout_ms=60_000) as store:
         cache = new_cache(llama)
         run(llama, cache, ids)
         cache.keep(store, ids, llama, chunk_tokens=CHUNK)
@@ -194,7 +195,7 @@ def test_damage_is_a_miss(llama: Any, tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[int.from_bytes(data[12:16], "little") + 9] ^= 1
     file.write_bytes(data)
-    with quire.ChunkStore(tmp_path / "kv") as store:
+    with quire.ChunkStore(tmp_path / "kv", disk_timeout_ms=60_000) as store:
         later = new_cache(llama)
         assert later.find(store, ids, llama, chunk_tokens=CHUNK) == 32
         assert torch.equal(run(llama, later, ids[:, 32:]), recomputed(llama, ids, 32))

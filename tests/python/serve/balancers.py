@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from program import free_port
 from server_process import DEADLINE, Server
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

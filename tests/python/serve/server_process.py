@@ -18,7 +18,12 @@ from typing import Any
 from program import process
 from prometheus_client.parser import text_string_to_metric_families
 
-DEADLINE = 60.0  # of whatever a test waits for: far above what it takes
+DEADLINE = 120.0  # of whatever a test waits for: far above what it takes
+# Options for a test that reads a stream later: nothing that waits for its client ends it.
+PATIENT = ("--limit", "unread_bytes=1G", "--limit", "answers_bytes=1G")
+PATIENT += ("--limit", "slow_client_seconds=600")
+# Stored KV is waited for, however busy the disk is.
+LOADS = ("--kv-load-timeout", "600")
 
 
 class Server:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from balancers import free_port, front_of, vllm_router
-from program import ROOT
-from server_process import DEADLINE, Server, running
+from balancers import front_of, vllm_router
+from program import ROOT, free_port
+from server_process import DEADLINE, LOADS, Server, running
 from tiny_model import Shape, TinyModel
 
 PAGE = (ROOT / "docs" / "fleet.md").read_text()
@@ -42,7 +42,7 @@ def ask(server: Server, messages: list[dict[str, str]], prefix: str | None = Non
 
 def test_another_server_goes_on_with_the_kv(redis: str, fleet_model: TinyModel) -> None:
     """One is killed under load; the other one has computed nothing of its conversations."""
-    options = ("--kv-redis", redis, "--page-size", "16")
+    options = ("--kv-redis", redis, "--page-size", "16", *LOADS)
     with running(fleet_model.directory, *options) as one:
         with running(fleet_model.directory, *options) as two:
             chats: list[list[dict[str, str]]] = [
@@ -116,7 +116,7 @@ def test_a_balancer_goes_on_without_a_server(
 ) -> None:
     """The server that has the conversation is killed under load, and the other one goes on with the
     KV that is in Redis."""
-    options = ["--kv-redis", redis, "--page-size", "16"]
+    options = ["--kv-redis", redis, "--page-size", "16", *LOADS]
     key = None
     if balancer is haproxy:  # its probes name no host, which a server without keys refuses
         options += ["--api-keys", str(keys_file)]

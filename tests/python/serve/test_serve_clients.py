@@ -18,7 +18,7 @@ import quire
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from scripted_model import ScriptedModel
-from server_process import DEADLINE, Server, running
+from server_process import DEADLINE, LOADS, Server, running
 from test_serve_grammar import SCRIPTS
 from tiny_model import Shape, TinyModel
 
@@ -104,7 +104,7 @@ def test_a_conversation_of_50_turns_with_a_restart(tmp_path: Path) -> None:
     """Its answers are those of an engine that was never interrupted. Only what is new of a turn is
     computed; behind the restart also what is no whole chunk."""
     model = TinyModel(tmp_path / "model", Shape(positions=4096))
-    options = ("--kv-dir", str(tmp_path / "kv"), "--page-size", "16")
+    options = ("--kv-dir", str(tmp_path / "kv"), "--page-size", "16", *LOADS)
     messages: list[Any] = []
     with quire.Engine(model.directory, dtype="float32", threads=1, page_size=16) as engine:
         for first in (0, 25):
@@ -134,7 +134,8 @@ def test_ctrl_c_in_a_client(server: Server) -> None:
         f"client = openai.OpenAI(base_url={server.url + '/v1'!r}, api_key='none')\n"
         f"more = {ENDLESS!r}\n"
         "stream = client.completions.create(model='tiny', prompt=more.pop('prompt'),\n"
-        "    stream=more.pop('stream'), max_tokens=more.pop('max_tokens'), extra_body=more)\n"
+        "    stream=more.pop('stream'), max_tokens=more.pop('max_tokens'), extra_body=more,\n"
+        "    extra_headers={'x-request-id': 'ctrl-c'})\n"
         "for chunk in stream:\n"
         "    print('.', end='', flush=True)\n"
     )
@@ -145,8 +146,8 @@ def test_ctrl_c_in_a_client(server: Server) -> None:
     client.send_signal(signal.SIGINT)
     _, err = client.communicate(timeout=DEADLINE)
     assert b"KeyboardInterrupt" in err
-    line = server.wait_log(lambda line: line.get("finish") == "cancelled")
-    assert line["gone"] is True
+    line = server.wait_log(lambda line: line.get("id") == "ctrl-c")
+    assert line["finish"] == "cancelled" and line["gone"] is True
     server.wait_metrics(lambda m: m['quire:kv_pages{state="used"}'] == 0)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import quire
 from quire.serve.service import Service
-from server_process import DEADLINE, Server, running
+from server_process import DEADLINE, PATIENT, Server, running
 from tiny_model import Shape, TinyModel
 
 MESSAGES = [{"role": "user", "content": "Which fox?"}]
@@ -149,7 +149,7 @@ def test_lessons_are_no_answers_that_wait(long_tiny: TinyModel) -> None:
     """Lessons that waited for the engine to be idle once counted: while an answer was computed, all
     others were refused as one too many."""
     limits = ("--limit", "queue=2", "--blend-piece", "256", "--blend-unverified")
-    with running(long_tiny.directory, *limits) as server:
+    with running(long_tiny.directory, *limits, *PATIENT) as server:
         peer = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
         endless = {"prompt": "x", "max_tokens": 10**7, "window": 32, "ignore_eos": True}
         headers = {"content-type": "application/json"}

@@ -16,7 +16,7 @@ from quire.serve.calls import Call
 from quire.serve.guard import STRANGER
 from quire.serve.tenants import ANYONE
 from quire.serve.text_routes import health
-from server_process import DEADLINE, Server, head, running
+from server_process import DEADLINE, PATIENT, Server, head, running
 from test_serve_life import ENDLESS
 from tiny_model import TinyModel
 
@@ -130,7 +130,7 @@ def test_mutants_of_framing_are_answered_or_closed(server: Server) -> None:
 def test_a_silence_is_broken_by_pings(tiny: TinyModel) -> None:
     """A stream that waits for its place gets comments, which are no events."""
     options = ("--max-num-sequences", "1", "--limit", "ping_seconds=0.05", "--page-size", "16")
-    with running(tiny.directory, *options) as server:
+    with running(tiny.directory, *options, *PATIENT) as server:
         first = http.client.HTTPConnection(server.host, server.port, timeout=DEADLINE)
         headers = {"content-type": "application/json"}
         first.request("POST", "/v1/completions", json.dumps({**ENDLESS, "stream": True}), headers)

@@ -126,7 +126,7 @@ def test_costly_grammars_of_a_key_hold_no_other(
             for number in range(3):  # each waits for one turn of ann's at most
                 status, found = _ask(server, BOB, Grammar("regex", f"[ab]{{{number + 1}}}"))
                 assert status == 200, found
-            assert sum(future.done() for future in asked) < 12
+            assert not all(future.done() for future in asked), "they waited behind all of ann's"
             for grammar, future in zip(hostile, asked, strict=True):
                 status, found = future.result()
                 field = FIELDS[grammar.kind]

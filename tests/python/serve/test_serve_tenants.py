@@ -16,7 +16,7 @@ from quire.serve.app import ROUTES
 from quire.serve.guard import OPEN_PATHS
 from quire.serve.page_routes import PAGE_FILES
 from quire.serve.tenants import ANYONE, Tenant, Tenants, read_api_keys
-from server_process import DEADLINE, Server, events, head, read_answer, running
+from server_process import DEADLINE, LOADS, PATIENT, Server, events, head, read_answer, running
 from test_serve_life import ENDLESS, open_stream
 from tiny_model import Shape, TinyModel
 
@@ -120,8 +120,8 @@ def test_salts_give_a_key_no_further_turns(tiny: TinyModel, keys_file: Path) -> 
     it has begun, which lets the next one in."""
     options = ["--api-keys", str(keys_file), "--page-size", "16", "--max-num-sequences", "1"]
     # All may wait for those without an end, and a client that reads slowly ends none.
-    options += ["--limit", "wait_seconds=100000", "--limit", "unread_bytes=1G"]
-    begun: queue.Queue[str] = queue.Queue()
+    options += ["--limit", "wait_seconds=100000", *PATIENT]
+    begun: queue.Queue[tuple[str, http.client.HTTPResponse]] = queue.Queue()
     with running(tiny.directory, *options, key=ANN) as server, contextlib.ExitStack() as stack:
         first = open_stream(server, "first", f"Bearer {ANN}", max_tokens=10**6)
         waiting: dict[str, http.client.HTTPConnection] = {}
@@ -139,8 +139,7 @@ def test_salts_give_a_key_no_further_turns(tiny: TinyModel, keys_file: Path) -> 
         def watch(id: str) -> None:
             answer = waiting[id].getresponse()
             next(events(answer))
-            answer.close()
-            begun.put(id)
+            begun.put((id, answer))  # before it ends, which lets the next one begin
 
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(8))
         watched = [pool.submit(watch, id) for id in waiting]
@@ -148,8 +147,10 @@ def test_salts_give_a_key_no_further_turns(tiny: TinyModel, keys_file: Path) -> 
             part.close()
         order: list[str] = []
         while len(order) < 8:
-            order.append(begun.get(timeout=DEADLINE))
-            waiting[order[-1]].close()
+            id, answer = begun.get(timeout=DEADLINE)
+            order.append(id)
+            answer.close()
+            waiting[id].close()
         for future in watched:
             future.result()
     assert set(order[:4]) == {"bob-5", "bob-6", "bob-7", "ann-0"}, order
@@ -185,7 +186,7 @@ def test_a_key_keeps_its_share_of_the_pages(tiny: TinyModel, keys_file: Path) ->
 def test_a_key_keeps_its_share_of_the_store(tmp_path: Path, keys_file: Path) -> None:
     model = TinyModel(tmp_path / "model", Shape(positions=2048))
     options = ["--api-keys", str(keys_file), "--page-size", "16", "--no-prefix-cache"]
-    options += ["--kv-dir", str(tmp_path / "kv"), "--kv-quota", "10M"]
+    options += ["--kv-dir", str(tmp_path / "kv"), "--kv-quota", "10M", *LOADS]
     with running(model.directory, *options, key=ANN) as server:
 
         def disk_tokens(key: str, first: int) -> int:

@@ -32,6 +32,8 @@ LAYOUTS = ["layer_first", "page_first", "page_first_direct"]
 _SIZE = HostPool().page_bytes
 _CHUNK_BYTES = _SIZE + 3 * 4096  # at most
 _DEAD_REDIS = {"redis": "127.0.0.1:1", "redis_connect_timeout_ms": 20}
+# What is on disk is found, however long the disk takes.
+_PATIENT = {"load_timeout": 60.0, "disk_timeout_ms": 60_000}
 
 
 def _key(number: int) -> str:
@@ -44,7 +46,8 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
     with contextlib.ExitStack() as stack:
 
         def opened(pool: HostPool | None = None, **fields: Any) -> Rank:
-            fields["extra"] = {"directory": str(tmp_path / "kv"), **fields.get("extra", {})}
+            extra = {"directory": str(tmp_path / "kv"), **_PATIENT, **fields.get("extra", {})}
+            fields["extra"] = extra
             rank = Rank(QuireHiCacheStorage, pool or HostPool(), **fields)
             stack.callback(rank.backend.close)
             return rank
@@ -287,7 +290,7 @@ def test_a_full_folder_and_a_full_queue(opened: Callable[..., Rank], tmp_path: P
 def test_a_dead_redis_answers_at_once_and_stores_nothing(
     opened: Callable[..., Rank], caplog: pytest.LogCaptureFixture
 ) -> None:
-    rank = opened(extra={"directory": None, **_DEAD_REDIS, "load_timeout": 5.0})
+    rank = opened(extra={"directory": None, **_DEAD_REDIS})
     begin = time.monotonic()
     keys = [_key(n) for n in range(12)]
     for _ in range(3):
@@ -295,7 +298,7 @@ def test_a_dead_redis_answers_at_once_and_stores_nothing(
         assert _loaded(rank, list(range(12))) == [False] * 12
         assert rank.backend.batch_exists(keys) == 0
         assert rank.backend.set(keys[0], rank.pool.get_data_page(0)) is False
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < _PATIENT["load_timeout"], "no call has waited for it"
     assert _statistics(rank)["pages"]["refused"] == 3 * 13
     assert caplog.text.count("does not take pages") == 1, "logged once"
 

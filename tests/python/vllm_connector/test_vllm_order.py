@@ -152,7 +152,7 @@ def test_chunks_have_rows_of_keys_and_values(tmp_path: Path) -> None:
     request = pair.generate(PROMPT)
     pair.flush()
     fetch = pair.scheduler._scheduler._space(b"", 0).fetch(PROMPT)
-    assert fetch.wait(10.0)
+    assert fetch.wait(120.0)
     for chunk in range(3):
         for layer in range(2):
             rows = pair.engine.truth(request, layer, chunk * BLOCK, (chunk + 1) * BLOCK)
