@@ -2,6 +2,7 @@
 // an entry in a list, and what a peer does not read stays where it is.
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <list>
 #include <new>
 #include <thread>
@@ -11,6 +12,7 @@
 #include "base/clock.h"
 #include "base/guard.h"
 #include "base/random.h"
+#include "base/start_thread.h"
 #include "buffers/server_session.h"
 #include "buffers/socket_turns.h"
 #include "net/socket.h"
@@ -235,16 +237,22 @@ Result<std::unique_ptr<BufferServer>> BufferServer::Start(const BufferServerOpti
     }
     if (options.store) {
       QUIRE_ASSIGN_OR_RETURN(store, StoreBuffer::Create(*options.store));
-      budget += options.store->capacity_bytes;
+      constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+      budget += std::min(options.store->capacity_bytes, kMost - budget);
     }
     served.lookup = lookup.get();
     served.store = store.get();
     served.budget = wire::ByteBudget(budget);
     QUIRE_ASSIGN_OR_RETURN(Waker waker, Waker::Create());
     QUIRE_ASSIGN_OR_RETURN(Socket listener, Socket::Listen(&endpoint));
-    return std::unique_ptr<BufferServer>(std::make_unique<SocketServer>(
-        std::move(served), std::move(lookup), std::move(store), std::move(endpoint),
-        std::move(listener), std::move(waker), options.connections_max));
+    auto server = ThreadOrStatus("a server of buffers", [&] {
+      return std::make_unique<SocketServer>(std::move(served), std::move(lookup), std::move(store),
+                                            endpoint, std::move(listener), std::move(waker),
+                                            options.connections_max);
+    });
+    if (server.ok()) return std::unique_ptr<BufferServer>(*std::move(server));
+    RemoveSocketFile(endpoint);
+    return server.status();
   });
 }
 

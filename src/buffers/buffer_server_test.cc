@@ -3,12 +3,16 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/testing/soak.h"
+#include "base/testing/threads_of_process.h"
 #include "buffers/testing/remote_pair.h"
 #include "net/socket.h"
 #include "quire/remote_buffers.h"
@@ -121,6 +125,55 @@ TEST(BufferServer, AConnectionThatEndsPutsBackWhatItHad) {
   }
   const auto client = ConnectLookup(server).value();
   EXPECT_EQ(client->DropSelect({}).value()->bytes(), 9 + 32'000'000);
+}
+
+TEST(BufferServer, ItsThreadsTakeNoSignals) {
+  const int64_t before = ThreadsThatTakeSignals();
+  const auto server = Serve();
+  const auto client = ConnectLookupBuffer(server->endpoint()).value();
+  EXPECT_LE(ThreadsThatTakeSignals(), before);
+}
+
+#if !defined(QUIRE_SANITIZED)  // they need more memory of their own than a limit leaves
+TEST(BufferServerDeathTest, WithoutAThreadNothingIsServedAndNoSocketIsLeft) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto serve = [] {
+    const std::string path = "/tmp/quire-no-thread-" + std::to_string(::getpid());
+    LeaveRoomForThreads(0);
+    const Status status = BufferServer::Start({.endpoint = "unix:" + path,
+                                               .lookup = LookupBufferOptions{.capacity_bytes = 1}})
+                              .status();
+    const bool is_told = status.code() == StatusCode::kUnavailable;
+    std::exit(is_told && !std::filesystem::exists(path) ? 0 : 1);
+  };
+  EXPECT_EXIT(serve(), testing::ExitedWithCode(0), "");
+}
+
+TEST(BufferServerDeathTest, WithoutAThreadNothingIsConnected) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto connect = [] {
+    LeaveRoomForThreads(0);
+    const Status status = ConnectStoreBuffer("127.0.0.1:9").status();
+    std::exit(status.code() == StatusCode::kUnavailable &&
+                      status.message().find("thread") != std::string_view::npos
+                  ? 0
+                  : 1);
+  };
+  EXPECT_EXIT(connect(), testing::ExitedWithCode(0), "");
+}
+#endif
+
+// The largest numbers mean that there is no limit.
+TEST(BufferServer, LargestLimitsAreNone) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  const auto server = Serve({.lookup = LookupBufferOptions{.capacity_bytes = kMost},
+                             .store = StoreBufferOptions{.capacity_bytes = kMost}});
+  const auto client = ConnectStoreBuffer(
+      server->endpoint(),
+      {.connect_timeout = std::chrono::nanoseconds::max(), .message_bytes_max = kMost});
+  ASSERT_TRUE(client.ok()) << client.status().ToString();
+  EXPECT_TRUE((*client)->Put("key", Floats({3}, 1)).ok());
+  EXPECT_EQ((*client)->Get("key").value()->bytes(), 12);
 }
 
 TEST(BufferServer, ServesManyClientsAtOnce) {

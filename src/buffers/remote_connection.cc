@@ -6,6 +6,7 @@
 
 #include "base/guard.h"
 #include "base/random.h"
+#include "base/start_thread.h"
 #include "buffers/socket_turns.h"
 
 namespace quire {
@@ -29,8 +30,10 @@ Result<std::shared_ptr<RemoteConnection>> RemoteConnection::Open(const std::stri
                   "RemoteBufferOptions: connect_timeout and message_bytes_max must be above 0");
   }
   QUIRE_ASSIGN_OR_RETURN(Waker waker, Waker::Create());
-  auto connection =
-      std::make_shared<RemoteConnection>(std::move(endpoint), options, services, std::move(waker));
+  QUIRE_ASSIGN_OR_RETURN(const auto connection, ThreadOrStatus("a remote buffer", [&] {
+                           return std::make_shared<RemoteConnection>(std::move(endpoint), options,
+                                                                     services, std::move(waker));
+                         }));
   std::unique_lock lock(connection->mutex_);
   QUIRE_RETURN_IF_ERROR(connection->EnsureOpen(lock));
   return connection;
@@ -198,7 +201,7 @@ void RemoteConnection::Turn(std::unique_lock<std::mutex>& lock) {
 Status RemoteConnection::Work(const PollEntry& entry, int64_t now_ns) {
   if (!socket_.is_open()) {
     if (!is_wanted_) return {};
-    open_deadline_ns_ = now_ns + options_.connect_timeout.count();
+    open_deadline_ns_ = MomentAfter(now_ns, options_.connect_timeout.count());
     QUIRE_ASSIGN_OR_RETURN(socket_, Socket::Connect(endpoint_));
     return {};
   }

@@ -48,9 +48,9 @@ ServerSession::ServerSession(ServedBuffers* served,
   hello_.services = (served->lookup != nullptr ? wire::kServiceLookup : 0) |
                     (served->store != nullptr ? wire::kServiceStore : 0);
   hello_.flags = served->secret.empty() ? 0 : wire::kHelloFlagProofNeeded;
+  const int64_t store_bytes = served->store != nullptr ? served->store->capacity_bytes() : 0;
   hello_.message_bytes_max = static_cast<uint64_t>(
-      served->store != nullptr ? std::max(served->store->capacity_bytes(), served->query_bytes_max)
-                               : served->query_bytes_max);
+      std::min(std::max(store_bytes, served->query_bytes_max), wire::kDataBytesMax));
   std::copy(nonce.begin(), nonce.end(), hello_.nonce);
   receiver_.set_head_bytes_max(wire::kHelloHeadBytesMax);
 }

@@ -1,11 +1,16 @@
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <functional>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "chunk/chunk_layout.h"
+#include "chunk/snapshot_file.h"
 #include "chunk/testing/test_chunk.h"
 
 namespace quire {
@@ -452,6 +457,25 @@ TEST(ChunkCodec, TheWriterHasNoSectionOutOfRangeAndNoneAfterSeal) {
   }
   ASSERT_TRUE(std::move(writer).Seal().ok());
   EXPECT_EQ(writer.section(0).status().code(), StatusCode::kBadArgument);  // NOLINT: moved from
+}
+
+// A program that another thread of the host starts meanwhile does not get the file.
+TEST(SnapshotWriter, ItsFileIsClosedInOtherPrograms) {
+  namespace fs = std::filesystem;
+  const std::string path =
+      fs::temp_directory_path() / ("chunk_codec_test_" + std::to_string(::getpid()));
+  const auto writer = SnapshotWriter::Create(path, "{}", 1, 0);
+  ASSERT_TRUE(writer.ok()) << writer.status().ToString();
+  int found = 0;
+  for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = fs::read_symlink(entry.path(), gone);
+    if (!target.starts_with(path)) continue;
+    ++found;
+    const int flags = ::fcntl(std::stoi(entry.path().filename()), F_GETFD);
+    EXPECT_EQ(flags & FD_CLOEXEC, FD_CLOEXEC);
+  }
+  EXPECT_EQ(found, 1);
 }
 
 }  // namespace

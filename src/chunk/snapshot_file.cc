@@ -110,7 +110,7 @@ Result<SnapshotWriter> SnapshotWriter::Create(std::string path, std::string pass
   writer.version_ = version;
   std::string name = writer.path_ + ".XXXXXX";
   // Readable for the owner alone: KV is as secret as the text that it was computed from.
-  writer.file_ = FileHandle(::mkstemp(name.data()));
+  writer.file_ = FileHandle(::mkostemp(name.data(), O_CLOEXEC));
   if (writer.file_.get() < 0) return SystemError(name, "cannot be created");
   writer.temporary_ = std::move(name);
   return writer;

@@ -34,7 +34,6 @@ constexpr size_t kHeaderCrcAt = 60;
 
 constexpr uint8_t kFlagsKnown = kFlagReply | kFlagContinued | kFlagAborted;
 constexpr size_t kTensorFixedBytes = 8;
-constexpr uint64_t kDataBytesMax = uint64_t{1} << 62;
 
 template <typename T>
 void Store(std::span<std::byte> out, size_t at, T value) {
@@ -62,7 +61,7 @@ Status CheckSizes(const FrameHeader& header, int64_t head_bytes_max) {
                    std::to_string(kFrameBytesMax));
   }
   if (header.field_bytes > header.head_bytes) return Corrupt("the fields are longer than the head");
-  if (header.position > kDataBytesMax) return Corrupt("data of more than 2^62 bytes");
+  if (header.position > uint64_t{kDataBytesMax}) return Corrupt("data of more than 2^62 bytes");
   if (header.is_continued()) {
     const bool has_head = header.head_bytes > 0 || header.tensor_count > 0;
     if (has_head && !header.is_aborted()) return Corrupt("a continuation has a head");
@@ -85,7 +84,7 @@ std::optional<uint64_t> TensorBytes(std::span<const int64_t> shape, uint64_t ele
     if (size < 0) return std::nullopt;
     if (size == 0) {
       is_empty = true;
-    } else if (static_cast<uint64_t>(size) > kDataBytesMax / bytes) {
+    } else if (static_cast<uint64_t>(size) > uint64_t{kDataBytesMax} / bytes) {
       return std::nullopt;
     } else {
       bytes *= static_cast<uint64_t>(size);
@@ -267,7 +266,7 @@ Result<ServerHello> DecodeServerHello(std::span<const std::byte> fields) {
   const auto nonce = reader.TakeBytes(kNonceBytes);
   if (!reader.ok() || zero != 0) return Corrupt("a hello of the wrong length");
   if (hello.requests_max == 0 || hello.heartbeat_ms == 0 || hello.dead_after_ms == 0 ||
-      hello.message_bytes_max > kDataBytesMax) {
+      hello.message_bytes_max > uint64_t{kDataBytesMax}) {
     return Corrupt("a hello with limits that allow nothing");
   }
   std::copy(nonce.begin(), nonce.end(), hello.nonce);

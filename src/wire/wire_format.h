@@ -26,6 +26,7 @@ inline constexpr int64_t kHeadBytesMax = int64_t{1} << 18;
 // The longest head of a message before the peer has said hello.
 inline constexpr int64_t kHelloHeadBytesMax = 256;
 inline constexpr int64_t kErrorTextBytesMax = 1024;
+inline constexpr int64_t kDataBytesMax = int64_t{1} << 62;  // of the tensors of a message
 inline constexpr size_t kNonceBytes = 32;
 inline constexpr size_t kProofBytes = 32;
 

@@ -11,12 +11,13 @@ namespace {
 namespace layout = disk_layout;
 
 Status WalkLeaf(FileSession& io, const std::string& path, const DiskCatalog& catalog,
-                const Digest& fingerprint, const ChunkKey& root,
-                std::vector<FoundChunkFile>* found) {
+                const Digest& fingerprint, const ChunkKey& root, std::vector<FoundChunkFile>* found,
+                std::vector<std::string>* empty) {
   std::vector<std::string> names;
   const int error = io.List(path, &names);
   if (error == -ENOENT || error == -ENOTDIR) return Status();
   if (error != 0) return FileError(error, "cannot list " + path);
+  if (names.empty() && empty != nullptr) empty->push_back(path);
   for (const std::string& name : names) {
     const auto key = layout::ParseChunkName(name);
     FoundChunkFile file;
@@ -32,16 +33,18 @@ Status WalkLeaf(FileSession& io, const std::string& path, const DiskCatalog& cat
 }  // namespace
 
 Status WalkRoot(FileSession& io, const std::string& directory, const DiskCatalog& catalog,
-                const Digest& fingerprint, const ChunkKey& root,
-                std::vector<FoundChunkFile>* found) {
+                const Digest& fingerprint, const ChunkKey& root, std::vector<FoundChunkFile>* found,
+                std::vector<std::string>* empty) {
   const std::string path = layout::RootFolder(directory, fingerprint, root);
   std::vector<std::string> leaves;
   const int error = io.List(path, &leaves);
   if (error == -ENOENT || error == -ENOTDIR) return Status();
   if (error != 0) return FileError(error, "cannot list " + path);
+  if (leaves.empty() && empty != nullptr) empty->push_back(path);
   for (const std::string& leaf : leaves) {
     if (!layout::IsLeafName(leaf)) continue;
-    QUIRE_RETURN_IF_ERROR(WalkLeaf(io, path + "/" + leaf, catalog, fingerprint, root, found));
+    QUIRE_RETURN_IF_ERROR(
+        WalkLeaf(io, path + "/" + leaf, catalog, fingerprint, root, found, empty));
     if (io.work().abandoned()) return Status(StatusCode::kTimeout, "disk: nobody waits any more");
   }
   return Status();
@@ -70,10 +73,11 @@ Status VisitRoots(FileSession& io, const std::string& directory, const RootVisit
 }
 
 Result<std::vector<FoundChunkFile>> WalkChunkFiles(FileSession& io, const std::string& directory,
-                                                   const DiskCatalog& catalog) {
+                                                   const DiskCatalog& catalog,
+                                                   std::vector<std::string>* empty) {
   std::vector<FoundChunkFile> found;
   const auto walk = [&](const Digest& fingerprint, const ChunkKey& root) -> Result<bool> {
-    QUIRE_RETURN_IF_ERROR(WalkRoot(io, directory, catalog, fingerprint, root, &found));
+    QUIRE_RETURN_IF_ERROR(WalkRoot(io, directory, catalog, fingerprint, root, &found, empty));
     return true;
   };
   QUIRE_RETURN_IF_ERROR(VisitRoots(io, directory, walk));

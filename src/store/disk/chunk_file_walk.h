@@ -24,15 +24,16 @@ struct FoundChunkFile {
 using RootVisitor = std::function<Result<bool>(const Digest& fingerprint, const ChunkKey& root)>;
 Status VisitRoots(FileSession& io, const std::string& directory, const RootVisitor& visit);
 
-// Adds the chunk files of one root.
+// Adds the chunk files of one root, and the folders of it that are empty unless `empty` is null.
 Status WalkRoot(FileSession& io, const std::string& directory, const DiskCatalog& catalog,
-                const Digest& fingerprint, const ChunkKey& root,
-                std::vector<FoundChunkFile>* found);
+                const Digest& fingerprint, const ChunkKey& root, std::vector<FoundChunkFile>* found,
+                std::vector<std::string>* empty = nullptr);
 
 // All chunk files. The fingerprint is whole where the catalog knows the chunk, else as short as in
-// the folder's name. Timeout: the work was given up.
+// the folder's name. `empty`: as with WalkRoot. Timeout: the work was given up.
 Result<std::vector<FoundChunkFile>> WalkChunkFiles(FileSession& io, const std::string& directory,
-                                                   const DiskCatalog& catalog);
+                                                   const DiskCatalog& catalog,
+                                                   std::vector<std::string>* empty = nullptr);
 
 }  // namespace quire
 

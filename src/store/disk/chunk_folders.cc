@@ -27,35 +27,44 @@ int MakePath(FileSession& io, const std::string& path) {
   return again == -EEXIST ? 0 : again;
 }
 
-ChunkFolders::ChunkFolders(std::string directory) : directory_(std::move(directory)) {}
+ChunkFolders::ChunkFolders(std::string directory, Clock& clock)
+    : directory_(std::move(directory)), clock_(clock) {}
+
+bool ChunkFolders::IsNoted(const Notes& notes, const std::string& path) const {
+  const auto at = notes.find(path);
+  return at != notes.end() && clock_.SteadyNs() - at->second < kBelievedNs;
+}
 
 Status ChunkFolders::Make(FileSession& io, const ChunkId& id) {
   const std::string leaf = layout::LeafFolder(directory_, id);
   {
     const std::lock_guard<std::mutex> guard(mutex_);
-    if (made_.contains(leaf)) return Status();
+    if (IsNoted(made_, leaf)) return Status();
   }
   if (const int error = MakePath(io, leaf); error != 0)
     return FileError(error, "cannot make the directory " + leaf);
   const std::lock_guard<std::mutex> guard(mutex_);
-  made_.insert(leaf);
+  made_[leaf] = clock_.SteadyNs();
   return Status();
 }
 
 Status ChunkFolders::Sync(FileSession& io, const ChunkId& id) {
   const std::string leaf = layout::LeafFolder(directory_, id);
+  const int64_t now_ns = clock_.SteadyNs();
   std::vector<std::string> paths = {leaf};
   {
     const std::lock_guard<std::mutex> guard(mutex_);
     for (std::string path = leaf; path != directory_; path = ParentOf(path))
-      if (!synced_.contains(path)) paths.push_back(ParentOf(path));
+      if (!IsNoted(synced_, path)) paths.push_back(ParentOf(path));
   }
   for (const std::string& path : paths) {
     if (const int error = io.SyncDirectory(path); error != 0)
       return FileError(error, "cannot sync " + path);
   }
   const std::lock_guard<std::mutex> guard(mutex_);
-  for (std::string path = leaf; path != directory_; path = ParentOf(path)) synced_.insert(path);
+  for (std::string path = leaf; path != directory_; path = ParentOf(path)) {
+    if (!IsNoted(synced_, path)) synced_[path] = now_ns;  // what was not synced now keeps its note
+  }
   return Status();
 }
 
@@ -63,6 +72,17 @@ void ChunkFolders::Forget() {
   const std::lock_guard<std::mutex> guard(mutex_);
   made_.clear();
   synced_.clear();
+}
+
+void ChunkFolders::RemoveEmpty(FileSession& io, const std::vector<std::string>& folders) {
+  for (const std::string& folder : folders) {
+    FileStat stat;
+    if (io.Stat(folder, &stat) != 0 || clock_.WallMs() - stat.modified_ms < kEmptyMsMin) continue;
+    io.RemoveDirectory(folder);  // a process may have put something there: then it stays
+  }
+  const std::lock_guard<std::mutex> guard(mutex_);
+  for (Notes* notes : {&made_, &synced_})
+    std::erase_if(*notes, [&](const auto& note) { return !IsNoted(*notes, note.first); });
 }
 
 }  // namespace quire

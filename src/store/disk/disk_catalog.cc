@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "store/tier/event_ring.h"
+
 namespace quire {
 
 using Guard = std::lock_guard<std::mutex>;
@@ -13,11 +15,6 @@ void DiskCatalog::EndScan() {
   const Guard guard(mutex_);
   scanned_ = true;
   for (const ChunkId& id : std::exchange(used_during_scan_, {})) index_->Use(id);
-}
-
-bool DiskCatalog::scanned() const {
-  const Guard guard(mutex_);
-  return scanned_;
 }
 
 void DiskCatalog::Insert(const IndexedChunk& chunk) {
@@ -86,6 +83,11 @@ std::optional<std::vector<ChunkId>> DiskCatalog::VictimsToFree(int64_t bytes) co
   return index_->Victims(ChunkKey{}, index_->bytes_max() - index_->bytes() + bytes);
 }
 
+std::vector<ChunkKey> DiskCatalog::OverQuota() const {
+  const Guard guard(mutex_);
+  return index_->OverQuota();
+}
+
 std::vector<ChunkId> DiskCatalog::Expired(int64_t now_ms) const {
   const Guard guard(mutex_);
   return index_->Expired(now_ms);
@@ -123,7 +125,10 @@ void DiskCatalog::Tell(ChunkEvent::Kind kind, const ChunkKey& key) {
   if (kind == ChunkEvent::Kind::kEvicted) ++counts_.evicted;
   if (kind == ChunkEvent::Kind::kExpired) ++counts_.expired;
   if (kind == ChunkEvent::Kind::kCorrupt) ++counts_.corrupt;
-  if (events_.size() == kEventsMax) events_.pop_front();
+  if (events_.size() == EventRing::kEventsMax) {
+    events_.pop_front();
+    ++counts_.events_dropped;
+  }
   events_.push_back({kind, TierKind::kDisk, key});
 }
 

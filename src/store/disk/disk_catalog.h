@@ -25,7 +25,6 @@ class DiskCatalog {
 
   // Once the first scan is over, chunks that were used during it count as newer than what it found.
   void EndScan();
-  bool scanned() const;
 
   // Nothing if it is known already.
   void Insert(const IndexedChunk& chunk);
@@ -40,6 +39,7 @@ class DiskCatalog {
   std::optional<std::vector<ChunkId>> Victims(const ChunkKey& root, int64_t bytes) const;
   // Victims whose going frees `bytes`, though the limits were kept: the disk itself is full.
   std::optional<std::vector<ChunkId>> VictimsToFree(int64_t bytes) const;
+  std::vector<ChunkKey> OverQuota() const;
   std::vector<ChunkId> Expired(int64_t now_ms) const;
   std::vector<IndexedChunk> All() const;
 
@@ -60,16 +60,13 @@ class DiskCatalog {
   void TakeEvents(std::vector<ChunkEvent>* events);
 
  private:
-  // Those nobody took; the oldest are dropped.
-  static constexpr size_t kEventsMax = 65536;
-
   mutable std::mutex mutex_;
   std::unique_ptr<ChunkIndex> index_;
   bool scanned_ = false;
   std::vector<ChunkId> used_during_scan_;
   std::set<ChunkId> verified_, synced_;
   TierUsage counts_;
-  std::deque<ChunkEvent> events_;
+  std::deque<ChunkEvent> events_;  // not taken yet, the newest
 };
 
 }  // namespace quire

@@ -80,7 +80,7 @@ DiskFolder::DiskFolder(std::shared_ptr<FileSystem> files, std::shared_ptr<Clock>
       lock_(options_.directory, std::move(lock_file), catalog_),
       temporary_(options_.directory, *clock_),
       quarantine_(options_.directory, *clock_),
-      folders_(options_.directory),
+      folders_(options_.directory, *clock_),
       direct_works_(direct_works) {}
 
 Result<std::unique_ptr<DiskFolder>> DiskFolder::Open(FileSession& io,

@@ -43,6 +43,8 @@ class DiskFolder {
   FileTransfersPool& transfers() { return transfers_; }
   Clock& clock() { return *clock_; }
   std::string PathOf(const ChunkId& id) const;
+  // A put is acknowledged when a loss of power does not take it.
+  bool syncs() const { return options_.durability == Durability::kSync; }
 
   Status AddPassport(FileSession& io, const Digest& fingerprint, const std::string& passport_json);
   // Those that are sound, as canonical JSON.
@@ -103,8 +105,10 @@ class DiskFolder {
 
   // ---- Upkeep
 
-  // Brings the catalog in step with the files, those of other processes among them.
-  Status Scan(FileSession& io);
+  // Brings the catalog in step with the files, those of other processes among them. Folders of
+  // chunks that are empty are added to `empty` unless it is null.
+  Status Scan(FileSession& io, std::vector<std::string>* empty = nullptr);
+  // How many were damaged. IoError when all others were looked at: some cannot be read.
   Result<int64_t> Verify(FileSession& io);
   Result<int64_t> CollectGarbage(FileSession& io);
 
@@ -120,13 +124,13 @@ class DiskFolder {
              DiskTierOptions options, EvictionKind eviction, std::string mac_key, int64_t bytes_max,
              OpenFile lock_file, bool direct_works);
 
-  bool syncs() const { return options_.durability == Durability::kSync; }
   ChunkExpectation Expect(const ChunkHeader& header) const;
   void Note(const ChunkId& id, const ChunkHeader& header, const ChunkWorth& worth);
   static ChunkWorth WorthOf(FileSession& io, int file);
 
   // Returns the damaged ones, which the caller quarantines.
-  Result<std::vector<FoundChunkFile>> ScanFiles(FileSession& io);
+  Result<std::vector<FoundChunkFile>> ScanFiles(FileSession& io,
+                                                std::vector<std::string>* empty = nullptr);
   Status LearnHeader(FileSession& io, const FoundChunkFile& found,
                      std::vector<FoundChunkFile>* damaged);
 

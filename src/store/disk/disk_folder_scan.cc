@@ -24,9 +24,10 @@ Status DiskFolder::LearnHeader(FileSession& io, const FoundChunkFile& found,
   return Status();
 }
 
-Result<std::vector<FoundChunkFile>> DiskFolder::ScanFiles(FileSession& io) {
+Result<std::vector<FoundChunkFile>> DiskFolder::ScanFiles(FileSession& io,
+                                                          std::vector<std::string>* empty) {
   QUIRE_ASSIGN_OR_RETURN(std::vector<FoundChunkFile> found,
-                         WalkChunkFiles(io, options_.directory, catalog_));
+                         WalkChunkFiles(io, options_.directory, catalog_, empty));
   // The oldest first, so that they are the first to be evicted.
   std::ranges::stable_sort(found, {},
                            [](const FoundChunkFile& file) { return file.stat.modified_ms; });
@@ -46,8 +47,8 @@ Result<std::vector<FoundChunkFile>> DiskFolder::ScanFiles(FileSession& io) {
   return damaged;
 }
 
-Status DiskFolder::Scan(FileSession& io) {
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> damaged, ScanFiles(io));
+Status DiskFolder::Scan(FileSession& io, std::vector<std::string>* empty) {
+  QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> damaged, ScanFiles(io, empty));
   if (options_.use == FolderUse::kLook) return Status();
   const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
@@ -60,28 +61,40 @@ Status DiskFolder::Scan(FileSession& io) {
 Result<int64_t> DiskFolder::Verify(FileSession& io) {
   QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> found,
                          WalkChunkFiles(io, options_.directory, catalog_));
-  int64_t damaged = 0;
+  int64_t damaged = 0, unread = 0;
+  Status why;
   for (const FoundChunkFile& file : found) {
-    damaged += ReadWhole(io, file.id).status().code() == StatusCode::kCorrupt ? 1 : 0;
+    Status status = ReadWhole(io, file.id).status();
+    damaged += status.code() == StatusCode::kCorrupt ? 1 : 0;
+    if (status.code() == StatusCode::kIoError) {
+      ++unread;
+      why = std::move(status);
+    }
     if (io.work().abandoned()) return Status(StatusCode::kTimeout, "disk: nobody waits any more");
   }
-  return damaged;
+  if (unread == 0) return damaged;
+  return Status(StatusCode::kIoError,
+                "disk: " + std::to_string(unread) + " of " + std::to_string(found.size()) +
+                    " chunk files cannot be read, and " + std::to_string(damaged) +
+                    " of the others were damaged and removed. The last that cannot be read: " +
+                    std::string(why.message()));
 }
 
 Result<int64_t> DiskFolder::CollectGarbage(FileSession& io) {
   int64_t freed = temporary_.RemoveLeftovers(io);
-  QUIRE_RETURN_IF_ERROR(Scan(io));
+  std::vector<std::string> empty;
+  QUIRE_RETURN_IF_ERROR(Scan(io, &empty));
   const int64_t before = catalog_.bytes();
-  std::set<ChunkKey> roots = {ChunkKey{}};
-  for (const IndexedChunk& chunk : catalog_.All()) roots.insert(chunk.id.root);
   const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
   QUIRE_RETURN_IF_ERROR(DropExpired(io));
+  std::vector<ChunkKey> roots = {ChunkKey{}};  // for the limit of all together
+  for (const ChunkKey& root : catalog_.OverQuota()) roots.push_back(root);
   for (const ChunkKey& root : roots) {
     if (const auto victims = catalog_.Victims(root, 0))
       QUIRE_RETURN_IF_ERROR(Evict(io, *victims, ChunkEvent::Kind::kEvicted).status());
   }
-  QUIRE_RETURN_IF_ERROR(lock_.Count(io).status());
+  folders_.RemoveEmpty(io, empty);
   freed += quarantine_.Trim(io, catalog_.bytes_max());
   return freed + before - catalog_.bytes();
 }

@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "base/guard.h"
+#include "base/start_thread.h"
 #include "store/disk/disk_layout.h"
 #include "store/disk/disk_reader.h"
 #include "store/disk/read_only_file_system.h"
@@ -93,7 +94,9 @@ Result<std::unique_ptr<DiskTier>> DiskTier::Open(DiskTierSetup setup) {
     if (setup.disk.use == FolderUse::kLook)
       shared->files = CreateReadOnlyFileSystem(std::move(shared->files));
     shared->io_timeout_ns = TimeoutNs(setup.disk);
-    std::unique_ptr<DiskTier> tier(new DiskTier(shared, setup.disk));
+    QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<DiskTier> tier, ThreadOrStatus("the disk tier", [&] {
+                             return std::unique_ptr<DiskTier>(new DiskTier(shared, setup.disk));
+                           }));
     const auto opened = tier->Call<bool>(
         tier->upkeep_, kNever, [setup](FileSession& io, Shared& with) -> Result<bool> {
           QUIRE_ASSIGN_OR_RETURN(
@@ -104,8 +107,8 @@ Result<std::unique_ptr<DiskTier>> DiskTier::Open(DiskTierSetup setup) {
     QUIRE_RETURN_IF_ERROR(opened.status());
     tier->scan_ = tier->upkeep_.Start([shared](IoWork& work) {
       FileSession io(*shared->files, work);
-      // If the folder cannot be read, the next read or write says so.
-      (void)shared->folder->Scan(io);
+      // If the folder cannot be read, or there is no memory, the next read or write says so.
+      (void)GuardEntry([&] { return shared->folder->Scan(io); });
       shared->folder->catalog().EndScan();
     });
     return tier;
@@ -135,6 +138,18 @@ int DiskTier::Knows(const ChunkId& id) const {
   if (!known) return -1;
   const bool is_over = known->expires_ms != 0 && known->expires_ms <= shared_->clock->WallMs();
   return is_over ? -1 : 1;
+}
+
+// A file that this process has not seen synced may be another one's, which did not sync it.
+bool DiskTier::IsStored(const ChunkId& id) const {
+  if (Knows(id) != 1) return false;
+  return !shared_->folder->syncs() || shared_->folder->catalog().seen(ShortRoot(id)).synced;
+}
+
+std::optional<ChunkWorth> DiskTier::Worth(const ChunkId& id) const {
+  const auto known = shared_->folder->catalog().Find(ShortRoot(id));
+  if (!known) return std::nullopt;
+  return ChunkWorth{known->recompute_seconds, known->priority};
 }
 
 Result<int64_t> DiskTier::Prefix(std::span<const ChunkId> ids, int64_t deadline_ns) {

@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -41,7 +42,7 @@ struct DiskTierSetup {
 class DiskTier final : public ChunkTier {
  public:
   // Makes the directory if options.use says so, and starts to look through it in the background.
-  // BadArgument by option, NotFound, IoError, Timeout.
+  // BadArgument by option, NotFound, IoError, Timeout, Unavailable without threads.
   static Result<std::unique_ptr<DiskTier>> Open(DiskTierSetup setup);
   // Waits for calls to the disk that are under way, one I/O time-out at most.
   ~DiskTier() override = default;
@@ -54,6 +55,8 @@ class DiskTier final : public ChunkTier {
   Result<std::vector<std::string>> Passports(int64_t deadline_ns) override;
   // 1 or -1, as another process may put what is not known.
   int Knows(const ChunkId& id) const override;
+  bool IsStored(const ChunkId& id) const override;
+  std::optional<ChunkWorth> Worth(const ChunkId& id) const override;
   Result<int64_t> Prefix(std::span<const ChunkId> ids, int64_t deadline_ns) override;
   void Read(std::span<const TierRead> items, int64_t deadline_ns, TierReadSink& sink) override;
   std::vector<Status> Write(std::span<const TierWrite> items, int64_t deadline_ns) override;

@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <filesystem>
 #include <memory>
+#include <new>
 #include <set>
 #include <string>
 #include <string_view>
@@ -273,6 +275,43 @@ TEST_F(DiskTierFaultTest, AnIoErrorIsAMissAndRemovesNothing) {
   files->FailAt(-1, 0);
   EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
   EXPECT_EQ(tier->Usage().corrupt, 0);
+}
+
+// "None is damaged" would be a lie.
+TEST_F(DiskTierFaultTest, VerifyTellsOfFilesThatCannotBeRead) {
+  const auto chain = TestChain(3);
+  const auto tier = OpenFaulty();
+  (void)tier->Write(WritesOf(chain), kNever);
+  std::string bytes = ReadFileBytes(PathOf(chain[2]));
+  bytes[bytes.size() - 100] ^= 4;
+  WriteFileBytes(PathOf(chain[2]), bytes);
+  files->FailAt(0, -EIO, false, "read");
+  const Status told = tier->Verify(kNever).status();
+  EXPECT_EQ(told.code(), StatusCode::kIoError);
+  EXPECT_NE(told.message().find("1 of 3 chunk files cannot be read"), std::string_view::npos)
+      << told.ToString();
+  EXPECT_EQ(tier->Usage().chunks + tier->Usage().corrupt, 3);
+  files->FailAt(-1, 0);
+  EXPECT_TRUE(tier->Verify(kNever).ok());
+  EXPECT_EQ(tier->Usage().corrupt, 1);
+  EXPECT_EQ(tier->Usage().chunks, 2);
+}
+
+// Uses are kept apart until the scan is over: a scan that never ended would let them add up.
+TEST_F(DiskTierFaultTest, AScanWithoutMemoryEnds) {
+  const auto chain = TestChain(1);
+  (void)Open()->Write(WritesOf(chain), kNever);
+  std::atomic<int> lists = 0;
+  files->CallAt(-1, [&](std::string_view name) {
+    if (name == "list" && lists++ == 1) throw std::bad_alloc();  // the first one is of tmp
+  });
+  DiskTierSetup setup = MakeSetup();
+  setup.files = files;
+  const auto tier = DiskTier::Open(setup);
+  ASSERT_TRUE(tier.ok());
+  EXPECT_TRUE((*tier)->AwaitScan(kNever).ok());
+  EXPECT_EQ((*tier)->Knows(chain[0].id), -1);
+  EXPECT_TRUE(ReadBack(**tier, chain[0]).ok());
 }
 
 // "There is none" would be a lie: the folder could not be looked through.

@@ -12,9 +12,12 @@
 
 #include "base/clock.h"
 #include "base/random.h"
+#include "base/testing/threads_of_process.h"
+#include "store/disk/disk_catalog.h"
 #include "store/disk/disk_layout.h"
 #include "store/testing/test_disk_tier.h"
 #include "store/testing/test_events.h"
+#include "store/tier/event_ring.h"
 
 namespace quire {
 namespace {
@@ -402,6 +405,82 @@ TEST_F(DiskTierTest, ListClearAndGarbage) {
   EXPECT_EQ(tier->List(kNever)->size(), 2u);
   EXPECT_EQ(*tier->CollectGarbage(kNever), 9);
   EXPECT_FALSE(fs::exists(directory.path() + "/tmp/1-0"));
+}
+
+// Every salt has folders of its own: those of salts that nobody uses any more do not add up.
+TEST_F(DiskTierTest, FoldersOfChunksThatHaveGoneGo) {
+  const auto gone = TestChain(3, 0, {}, "a");
+  const auto kept = TestChain(2, 0, {}, "b");
+  auto setup = MakeSetup();
+  setup.disk.durability = Durability::kSync;
+  const auto tier = Open(setup);
+  (void)tier->Write(WritesOf(gone), kNever);
+  (void)tier->Write(WritesOf(kept), kNever);
+  const std::string root = fs::path(PathOf(gone[0])).parent_path().parent_path();
+  EXPECT_EQ(*tier->Clear(gone[0].id.fingerprint, gone[0].id.root, kNever), 3);
+  const auto collect = [&] {
+    EXPECT_TRUE(tier->CollectGarbage(kNever).ok());
+    return fs::exists(root);
+  };
+  // The folders' times are the machine's.
+  const auto advance_to = [&](int64_t ms) {
+    clock->Advance((MachineTime()->WallMs() + ms - clock->WallMs()) * kNsPerMs);
+  };
+  advance_to(0);
+  EXPECT_TRUE(collect());
+  EXPECT_FALSE(fs::is_empty(root)) << "somebody may be about to put something there";
+  advance_to(2 * 3'600'000);
+  EXPECT_TRUE(collect());
+  EXPECT_TRUE(fs::is_empty(root));
+  EXPECT_FALSE(collect());
+  // What is used again is made again.
+  EXPECT_TRUE(Put(*tier, gone[0]).ok());
+  for (const TestChunk& chunk : {gone[0], kept[0], kept[1]})
+    EXPECT_TRUE(ReadBack(*tier, chunk).ok());
+}
+
+// The host's handlers run on the host's threads.
+TEST_F(DiskTierTest, ItsThreadsTakeNoSignals) {
+  const int64_t before = ThreadsThatTakeSignals();
+  auto setup = MakeSetup();
+  setup.disk.use_uring = false;
+  const auto tier = Open(setup);
+  const auto chain = TestChain(1);
+  ASSERT_TRUE(Put(*tier, chain[0]).ok());
+  EXPECT_LE(ThreadsThatTakeSignals(), before);
+}
+
+TEST_F(DiskTierTest, AFileThatAnotherProcessDidNotSyncIsNotStoredYet) {
+  const auto chain = TestChain(1);
+  const auto theirs = Open();
+  ASSERT_TRUE(Put(*theirs, chain[0]).ok());
+  EXPECT_TRUE(theirs->IsStored(chain[0].id));
+  auto setup = MakeSetup();
+  setup.disk.durability = Durability::kSync;
+  const auto mine = Open(setup);
+  EXPECT_EQ(mine->Knows(chain[0].id), 1);
+  EXPECT_FALSE(mine->IsStored(chain[0].id));
+  EXPECT_TRUE(Put(*mine, chain[0]).ok());
+  EXPECT_TRUE(mine->IsStored(chain[0].id));
+}
+
+TEST(DiskCatalog, CountsTheEventsThatItDrops) {
+  DiskCatalog catalog(EvictionKind::kLru, 1);
+  for (size_t i = 0; i < EventRing::kEventsMax + 5; ++i)
+    catalog.Tell(ChunkEvent::Kind::kRemoved, ChunkKey{});
+  EXPECT_EQ(catalog.Usage().events_dropped, 5);
+  std::vector<ChunkEvent> events;
+  catalog.TakeEvents(&events);
+  EXPECT_EQ(events.size(), EventRing::kEventsMax);
+}
+
+TEST_F(DiskTierTest, WorthIsKnownWithoutReading) {
+  const auto chain = TestChain(2);
+  const auto tier = Open();
+  EXPECT_EQ(tier->Worth(chain[0].id), std::nullopt);
+  const TierWrite write{chain[0].id, chain[0].stored.get(), 1.5, 70};
+  ASSERT_TRUE(tier->Write(std::span(&write, 1), kNever)[0].ok());
+  EXPECT_EQ(tier->Worth(chain[0].id), (ChunkWorth{1.5, 70}));
 }
 
 // Two tiers on one folder are as two processes: they share nothing but the files.

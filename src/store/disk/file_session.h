@@ -100,6 +100,9 @@ class FileSession {
   int MakeDirectory(const std::string& path) {
     return Repeat([&] { return files_.MakeDirectory(path); });
   }
+  int RemoveDirectory(const std::string& path) {
+    return Repeat([&] { return files_.RemoveDirectory(path); });
+  }
   int List(const std::string& path, std::vector<std::string>* names);
   int Lock(int file, bool wait) {
     return Repeat([&] { return files_.Lock(file, wait); });

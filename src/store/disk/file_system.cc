@@ -108,6 +108,9 @@ class MachineFileSystem final : public FileSystem {
   int MakeDirectory(const std::string& path) override {
     return OrErrorInt(::mkdir(path.c_str(), kDirectoryMode));
   }
+  int RemoveDirectory(const std::string& path) override {
+    return OrErrorInt(::rmdir(path.c_str()));
+  }
   int List(const std::string& path, std::vector<std::string>* names) override {
     DIR* const directory = ::opendir(path.c_str());
     if (directory == nullptr) return -errno;

@@ -79,7 +79,8 @@ class FileSystem {
   virtual int Link(int file, const std::string& path, const std::string& to) = 0;
   virtual int Rename(const std::string& from, const std::string& to) = 0;
   virtual int Unlink(const std::string& path) = 0;
-  virtual int MakeDirectory(const std::string& path) = 0;  // -EEXIST
+  virtual int MakeDirectory(const std::string& path) = 0;    // -EEXIST
+  virtual int RemoveDirectory(const std::string& path) = 0;  // -ENOTEMPTY
   virtual int List(const std::string& path, std::vector<std::string>* names) = 0;
   // Advisory, exclusive, of this open file; gone when it is closed or the process dies. `wait`
   // false: -EAGAIN when another has it.
@@ -96,7 +97,8 @@ FileTransferDone RunTransfer(FileSystem& files, const FileTransfer& transfer);
 // The machine's. `use_uring`: queues are io_uring's where the kernel allows it, else threads.
 std::shared_ptr<FileSystem> CreateMachineFileSystem(bool use_uring);
 
-// Transfers by `thread_count` threads that call Read and Write.
+// Transfers by up to `thread_count` threads that call Read and Write: as many as the system gives;
+// one by one if it gives none.
 std::unique_ptr<FileQueue> CreateThreadQueue(FileSystem& files, size_t depth, int thread_count);
 // nullptr where the kernel refuses, and in a build without QUIRE_IO_URING. A transfer that its
 // io_uring cannot do goes through Read and Write.

@@ -5,6 +5,10 @@
 
 #include <atomic>
 #include <cerrno>
+#include <condition_variable>
+#include <cstdlib>
+#include <latch>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <string>
@@ -12,6 +16,9 @@
 
 #include "base/clock.h"
 #include "base/testing/fake_clock.h"
+#include "base/testing/soak.h"
+#include "base/testing/threads_of_process.h"
+#include "store/disk/disk_tier.h"
 #include "store/disk/file_session.h"
 #include "store/disk/io_lane.h"
 #include "store/testing/test_disk.h"
@@ -67,6 +74,49 @@ TEST(FileTransfers, EveryQueueReadsTheSame) {
     EXPECT_EQ(ReadAll(serial, path, piece), bytes);
   }
 }
+
+#if !defined(QUIRE_SANITIZED)  // they need more memory of their own than a limit leaves
+// A container may give no more threads when a read begins: that ends neither the read nor the
+// process.
+TEST(FileTransfersDeathTest, ThreadsThatTheSystemDoesNotGiveAreDoneWithout) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  for (const int threads : {0, 1}) {
+    const auto reads = [threads] {
+      const auto files = CreateMachineFileSystem(false);
+      const int file = files->Open("/proc/self/exe", OpenMode::kRead);
+      std::string bytes(4, 'x');
+      LeaveRoomForThreads(threads);
+      const auto queue = CreateThreadQueue(*files, 4, 4);
+      queue->Start({.file = file,
+                    .data = reinterpret_cast<std::byte*>(bytes.data()),
+                    .size = std::ssize(bytes),
+                    .tag = 7});
+      const FileTransferDone done = queue->Next();
+      return done.tag == 7 && done.result == 4 &&
+             bytes ==
+                 "\x7f"
+                 "ELF";
+    };
+    EXPECT_EXIT(std::exit(reads() ? 0 : 1), testing::ExitedWithCode(0), "");
+  }
+}
+
+TEST(DiskTierDeathTest, WithoutThreadsAStoreIsNotOpened) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  for (const int threads : {0, 1, 3}) {
+    const auto is_refused = [threads] {
+      const TestDirectory directory;
+      DiskTierSetup setup;
+      setup.disk.directory = directory.path();
+      LeaveRoomForThreads(threads);
+      const Status status = DiskTier::Open(setup).status();
+      return status.code() == StatusCode::kUnavailable &&
+             status.message().find("thread") != std::string_view::npos;
+    };
+    EXPECT_EXIT(std::exit(is_refused() ? 0 : 1), testing::ExitedWithCode(0), "");
+  }
+}
+#endif
 
 TEST(FileTransfers, ShortAndInterruptedOnesAreGoneOnWith) {
   const TestDirectory directory;
@@ -186,6 +236,48 @@ TEST(IoLane, AnAbandonedWorkDoesNotReachItsCaller) {
   }
   ends.join();
   EXPECT_FALSE(hanging.ReleaseReachesCaller());
+}
+
+// A host's clock that has no memory to wait with.
+class ClockWithoutMemory final : public Clock {
+ public:
+  int64_t WallMs() const noexcept override { return MachineTime()->WallMs(); }
+  int64_t SteadyNs() const noexcept override { return MachineTime()->SteadyNs(); }
+  void Wait(std::condition_variable&, std::unique_lock<std::mutex>& lock, int64_t) override {
+    lock.unlock();
+    begun.wait();
+    lock.lock();
+    throw std::bad_alloc();
+  }
+  std::latch begun{1};  // the work whose caller waits
+};
+
+TEST(IoLane, ACallerWhoseClockFailsHasLeft) {
+  const auto clock = std::make_shared<ClockWithoutMemory>();
+  std::mutex mutex;
+  bool reached = true;
+  {
+    IoLane lane(clock, 1, 3'600'000 * kNsPerMs);
+    std::unique_lock<std::mutex> hold(mutex);
+    EXPECT_THROW(static_cast<void>(lane.Run(
+                     [&](IoWork& work) {
+                       clock->begun.count_down();
+                       const std::lock_guard<std::mutex> wait(mutex);
+                       reached = work.WithCaller([] {});
+                     },
+                     kNever)),
+                 std::bad_alloc);
+    hold.unlock();
+    // Behind the one that was left; its caller may find it done without waiting.
+    for (bool done = false; !done;) {
+      try {
+        done = lane.Run([](IoWork&) {}, kNever).ok();
+      } catch (const std::bad_alloc&) {
+        std::this_thread::yield();
+      }
+    }
+  }
+  EXPECT_FALSE(reached) << "it would have touched what the caller no longer has";
 }
 
 TEST(IoLane, AStoppedLaneAnswersClosed) {

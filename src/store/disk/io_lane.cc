@@ -41,9 +41,18 @@ IoLane::IoLane(std::shared_ptr<Clock> clock, int thread_count, int64_t io_timeou
       io_timeout_ns_(io_timeout_ns),
       beat_ns_(std::make_shared<std::atomic<int64_t>>(clock_->SteadyNs())),
       shared_(std::make_shared<Shared>()) {
-  shared_->running = thread_count;
-  for (int i = 0; i < thread_count; ++i)
-    threads_.emplace_back([shared = shared_] { Serve(shared); });
+  threads_.reserve(static_cast<size_t>(thread_count));
+  shared_->current.reserve(static_cast<size_t>(thread_count));  // the threads take no memory for it
+  try {
+    while (std::ssize(threads_) < thread_count) {
+      threads_.emplace_back([shared = shared_] { Serve(shared); });
+      const std::lock_guard<std::mutex> guard(shared_->mutex);
+      ++shared_->running;
+    }
+  } catch (...) {
+    Stop();
+    throw;
+  }
 }
 
 void IoLane::Abandon(IoWork& work) noexcept {
@@ -62,8 +71,12 @@ void IoLane::Stop() noexcept {
     for (const auto& work : shared_->current) Abandon(*work);
     shared_->waiting.clear();
     shared_->changed.notify_all();
-    ended = WaitUntil(*clock_, shared_->changed, lock, clock_->SteadyNs() + io_timeout_ns_,
-                      [&] { return shared_->running == 0; });
+    try {
+      ended = WaitUntil(*clock_, shared_->changed, lock, clock_->SteadyNs() + io_timeout_ns_,
+                        [&] { return shared_->running == 0; });
+    } catch (const std::bad_alloc&) {
+      // A host's clock may take memory to wait. The threads are left behind as if they hung.
+    }
   }
   for (std::thread& thread : threads_) ended ? thread.join() : thread.detach();
   threads_.clear();
@@ -119,6 +132,11 @@ std::shared_ptr<IoWork> IoLane::Start(std::function<void(IoWork&)> run) {
   return work;
 }
 
+void IoLane::Leave(IoWork& work) noexcept {
+  const std::lock_guard<std::mutex> guard(shared_->mutex);
+  std::erase_if(shared_->waiting, [&](const auto& other) { return other.get() == &work; });
+}
+
 Status IoLane::Await(IoWork& work, int64_t deadline_ns) {
   bool stuck = false;
   {
@@ -133,13 +151,22 @@ Status IoLane::Await(IoWork& work, int64_t deadline_ns) {
       const int64_t patience = beat_ns + io_timeout_ns_;
       stuck = now >= patience;
       if (stuck || now >= deadline_ns) break;
-      clock_->Wait(work.changed_, lock, std::min(deadline_ns, patience));
+      try {
+        clock_->Wait(work.changed_, lock, std::min(deadline_ns, patience));
+      } catch (...) {  // a host's clock may take memory to wait; its caller leaves, too
+        work.abandoned_ = true;
+        lock.unlock();
+        Leave(work);
+        throw;
+      }
     }
     work.abandoned_ = true;
   }
-  const std::lock_guard<std::mutex> guard(shared_->mutex);
-  if (stuck) shared_->responds = false;
-  std::erase_if(shared_->waiting, [&](const auto& other) { return other.get() == &work; });
+  Leave(work);
+  if (stuck) {
+    const std::lock_guard<std::mutex> guard(shared_->mutex);
+    shared_->responds = false;
+  }
   return Status(StatusCode::kTimeout, stuck ? "disk: no answer for " +
                                                   std::to_string(io_timeout_ns_ / 1'000'000) +
                                                   " ms; the call was left behind"

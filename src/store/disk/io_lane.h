@@ -57,6 +57,7 @@ class IoWork {
 
 class IoLane {
  public:
+  // std::system_error without threads.
   IoLane(std::shared_ptr<Clock> clock, int thread_count, int64_t io_timeout_ns);
   ~IoLane() { Stop(); }
 
@@ -80,6 +81,8 @@ class IoLane {
   static void Serve(const std::shared_ptr<Shared>& shared);
   // Its caller leaves now.
   static void Abandon(IoWork& work) noexcept;
+  // Its caller has left: it does not wait for its turn any more.
+  void Leave(IoWork& work) noexcept;
 
   const std::shared_ptr<Clock> clock_;
   const int64_t io_timeout_ns_;

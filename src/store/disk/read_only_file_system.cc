@@ -35,6 +35,7 @@ class ReadOnlyFileSystem final : public FileSystem {
   int Rename(const std::string&, const std::string&) override { return -EROFS; }
   int Unlink(const std::string&) override { return -EROFS; }
   int MakeDirectory(const std::string&) override { return -EROFS; }
+  int RemoveDirectory(const std::string&) override { return -EROFS; }
   int List(const std::string& path, std::vector<std::string>* names) override {
     return files_->List(path, names);
   }

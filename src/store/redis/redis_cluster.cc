@@ -181,7 +181,7 @@ Status RedisCluster::Refresh(int64_t deadline_ns) {
     if (now_ns >= deadline_ns) break;
     // One that hangs leaves time for the next one.
     const int64_t patience_ns =
-        std::min(client_.options.connect_timeout_ms * kNsPerMs, (deadline_ns - now_ns + 1) / 2);
+        std::min(client_.options.connect_timeout_ms * kNsPerMs, (deadline_ns - now_ns) / 2 + 1);
     Result<std::shared_ptr<const Map>> map = AskForMap(node, now_ns + patience_ns);
     if (map.ok()) {
       const std::lock_guard<std::mutex> guard(mutex_);

@@ -1,7 +1,6 @@
 #include "store/redis/redis_tier.h"
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <set>
 #include <utility>
@@ -9,15 +8,13 @@
 #include "base/clock.h"
 #include "base/guard.h"
 #include "net/socket.h"
+#include "store/tier/event_ring.h"
 
 namespace quire {
 namespace {
 
-// Chunks that are remembered as being there. One forgotten costs a question, no more.
-constexpr size_t kSeenMax = 65536;
-// How long that is believed: the server may have evicted it since.
+// How long a chunk is believed to be there: the server may have evicted it since.
 constexpr int64_t kSeenNs = 60'000 * kNsPerMs;
-constexpr size_t kEventsMax = 65536;
 constexpr size_t kPrefixBatch = 4096;  // questions at once: some 400 KiB
 constexpr std::string_view kScanCount = "1000";
 constexpr size_t kScanPageMax = 1 << 16;  // names that one SCAN may answer with; asked for are 1000
@@ -63,12 +60,6 @@ std::string ShortName(const ChunkKey& key) {
 
 }  // namespace
 
-size_t RedisTier::KeyHash::operator()(const ChunkKey& key) const {
-  size_t hash;  // a digest is as good as any hash of it
-  std::memcpy(&hash, key.digest.bytes.data(), sizeof(hash));
-  return hash;
-}
-
 Result<std::unique_ptr<RedisTier>> RedisTier::Create(const RedisTierOptions& options,
                                                      std::string mac_key,
                                                      std::shared_ptr<Clock> clock) {
@@ -105,26 +96,24 @@ Result<std::vector<std::string>> RedisTier::Passports(int64_t) {
 
 int RedisTier::Knows(const ChunkId& id) const {
   const std::lock_guard<std::mutex> guard(mutex_);
-  const auto at = seen_ns_.find(id.key);
-  return at != seen_ns_.end() && clock_->SteadyNs() - at->second < kSeenNs ? 1 : -1;
+  const std::optional<int64_t> seen_ns = seen_.Find(id.key);
+  return seen_ns && clock_->SteadyNs() - *seen_ns < kSeenNs ? 1 : -1;
 }
 
 void RedisTier::Remember(const ChunkKey& key, int64_t removals) {
   const std::lock_guard<std::mutex> guard(mutex_);
   if (removals != removals_) return;
-  // Which one goes does not matter much; the first of the table is as good as drawn by lot.
-  if (seen_ns_.size() >= kSeenMax && !seen_ns_.contains(key)) seen_ns_.erase(seen_ns_.begin());
-  seen_ns_[key] = clock_->SteadyNs();
+  seen_.Add(key, clock_->SteadyNs());
 }
 
 void RedisTier::Forget(const ChunkKey& key) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  seen_ns_.erase(key);
+  seen_.Remove(key);
 }
 
 void RedisTier::ForgetRemoved(const ChunkKey& key) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  seen_ns_.erase(key);
+  seen_.Remove(key);
   ++removals_;
 }
 
@@ -135,7 +124,10 @@ int64_t RedisTier::Removals() const {
 
 void RedisTier::AddEvent(ChunkEvent::Kind kind, const ChunkKey& key) {
   const std::lock_guard<std::mutex> guard(mutex_);
-  if (events_.size() == kEventsMax) events_.pop_front();
+  if (events_.size() == EventRing::kEventsMax) {
+    events_.pop_front();
+    ++usage_.events_dropped;
+  }
   events_.push_back({kind, TierKind::kRedis, key});
 }
 

@@ -13,12 +13,12 @@
 #include <mutex>
 #include <span>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "store/redis/redis_cluster.h"
 #include "store/redis/redis_object.h"
 #include "store/redis/redis_read.h"
+#include "store/redis/seen_chunks.h"
 #include "store/tier/chunk_tier.h"
 
 namespace quire {
@@ -101,12 +101,12 @@ class RedisTier final : public ChunkTier {
   const std::shared_ptr<Clock> clock_;
   const std::unique_ptr<RedisCluster> cluster_;
 
+  // Chunks that are remembered as being there.
+  static constexpr size_t kSeenMax = 65536;
+
   mutable std::mutex mutex_;  // guards what follows
-  struct KeyHash {
-    size_t operator()(const ChunkKey& key) const;
-  };
-  std::unordered_map<ChunkKey, int64_t, KeyHash> seen_ns_;  // when a chunk was last there
-  int64_t removals_ = 0;                                    // calls of ForgetRemoved
+  SeenChunks seen_{kSeenMax};
+  int64_t removals_ = 0;  // calls of ForgetRemoved
   std::deque<ChunkEvent> events_;
   TierUsage usage_;
 };

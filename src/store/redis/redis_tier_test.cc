@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "base/random.h"
 #include "base/testing/fake_clock.h"
 #include "store/testing/test_events.h"
 #include "store/testing/test_redis_tier.h"
@@ -391,6 +393,27 @@ TEST(RedisTier, PasswordsWorkAndStandInNoMessage) {
   const Status status = ReadOne(*Open(parrot.tcp(), {.password = "sesame-open"}), *chunk);
   EXPECT_FALSE(status.ok());
   EXPECT_EQ(status.ToString().find("sesame"), std::string::npos) << status.ToString();
+}
+
+// However many chunks were there in the past.
+TEST(RedisTier, TheNewestChunksAreRemembered) {
+  FakeRedis server([](const std::vector<std::string>& command) -> std::string {
+    if (command[0] == "EXISTS") return ":1\r\n";
+    return "-ERR This instance has cluster support disabled\r\n";
+  });
+  const auto clock = std::make_shared<FakeClock>();
+  const auto tier = Open(server.tcp(), {}, "", clock);
+  std::vector<ChunkId> ids(70'000);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    RandomSequence random(i);  // as in a digest
+    for (uint8_t& byte : ids[i].key.digest.bytes) byte = static_cast<uint8_t>(random.Below(256));
+  }
+  EXPECT_EQ(*tier->Prefix(ids, kNever), std::ssize(ids));
+  const auto known = std::count_if(ids.end() - 20'000, ids.end(),
+                                   [&](const ChunkId& id) { return tier->Knows(id) == 1; });
+  EXPECT_EQ(known, 20'000);
+  clock->Advance(60'000 * kMs);
+  EXPECT_EQ(tier->Knows(ids.back()), -1);
 }
 
 TEST(RedisTier, WaitsForReplicas) {

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -35,16 +36,22 @@ class FakeTier final : public ChunkTier {
     bool knows = true;                                     // without I/O; else Knows is -1
     bool left_alone = false;                               // by breakers of its own
     Status prefix{}, read{}, write{};                      // what calls fail with
+    Status control{};                                      // SetExpiry, SetPriority and Remove, too
+    Status expiry{};                                       // SetExpiry alone
     bool hold_prefix = false, hold_writes = false;         // until released or the deadline
+    bool hold_upkeep = false;                              // Clear, List, CollectGarbage
+    bool durable = true;                                   // else no put is known to be done
+    int64_t events_dropped = 0;                            // that it says
     int64_t layers = std::numeric_limits<int64_t>::max();  // that reads get to before they are held
     int64_t read_ns = 0, read_ns_per_kib = 0;              // that pass on the clock
     Lie lie = Lie::kNone;
     std::set<ChunkKey> damaged{};
   };
   struct Calls {
-    int64_t prefix = 0, reads = 0, writes = 0;
-    int64_t asks = 0;        // calls of Prefixes, each with those of Prefix in it
-    int64_t collisions = 0;  // reads that found a chunk of another key
+    int64_t prefix = 0, reads = 0, writes = 0, controls = 0, upkeeps = 0;
+    int64_t upkeep_deadline_ns = kNever;  // the first one
+    int64_t asks = 0;                     // calls of Prefixes, each with those of Prefix in it
+    int64_t collisions = 0;               // reads that found a chunk of another key
     std::map<ChunkKey, int64_t> chunk_reads{}, chunk_writes{};
   };
 
@@ -70,6 +77,11 @@ class FakeTier final : public ChunkTier {
   Calls calls() const {
     const std::lock_guard lock(mutex_);
     return calls_;
+  }
+  int64_t expires_ms(const ChunkId& id) const {
+    const std::lock_guard lock(mutex_);
+    const auto at = chunks_.find(Cut(id));
+    return at == chunks_.end() ? -1 : at->second.expires_ms;
   }
   int64_t pins() const {
     const std::lock_guard lock(mutex_);
@@ -100,6 +112,12 @@ class FakeTier final : public ChunkTier {
     const std::lock_guard lock(mutex_);
     if (!script_.knows) return -1;
     return Find(id) != nullptr ? 1 : 0;
+  }
+  bool IsStored(const ChunkId& id) const override { return Knows(id) == 1 && IsDurable(); }
+  std::optional<ChunkWorth> Worth(const ChunkId& id) const override {
+    const std::lock_guard lock(mutex_);
+    const Entry* const entry = Find(id);
+    return entry == nullptr ? std::nullopt : std::optional(entry->worth);
   }
   Result<int64_t> Prefix(std::span<const ChunkId> ids, int64_t deadline_ns) override {
     std::unique_lock lock(mutex_);
@@ -166,8 +184,9 @@ class FakeTier final : public ChunkTier {
       if (script_.write.ok()) {
         ChunkBuffer copy(static_cast<int64_t>(item.chunk->bytes().size()));
         std::memcpy(copy.bytes().data(), item.chunk->bytes().data(), copy.bytes().size());
-        chunks_.try_emplace(Cut(item.id), Entry{std::make_shared<StoredChunk>(item.chunk->header(),
-                                                                              std::move(copy))});
+        chunks_.try_emplace(Cut(item.id), Entry{.chunk = std::make_shared<StoredChunk>(
+                                                    item.chunk->header(), std::move(copy)),
+                                                .worth = {item.recompute_seconds, item.priority}});
       }
       outcomes.push_back(script_.write);
     }
@@ -183,6 +202,9 @@ class FakeTier final : public ChunkTier {
   }
   Status SetExpiry(const ChunkKey& key, int64_t expires_ms, int64_t) override {
     const std::lock_guard lock(mutex_);
+    ++calls_.controls;
+    if (!script_.control.ok()) return script_.control;
+    if (!script_.expiry.ok()) return script_.expiry;
     const auto at = FindKey(key);
     if (at == chunks_.end()) return Status(StatusCode::kNotFound, "fake: not there");
     at->second.expires_ms = expires_ms;
@@ -190,28 +212,35 @@ class FakeTier final : public ChunkTier {
   }
   Status SetPriority(const ChunkKey& key, int priority, int64_t) override {
     const std::lock_guard lock(mutex_);
+    ++calls_.controls;
+    if (!script_.control.ok()) return script_.control;
     const auto at = FindKey(key);
     if (at == chunks_.end()) return Status(StatusCode::kNotFound, "fake: not there");
-    at->second.priority = priority;
+    at->second.worth.priority = priority;
     return {};
   }
   void SetQuota(const ChunkKey&, const ChunkQuota&) override {}
   Result<bool> Remove(const ChunkKey& key, int64_t) override {
     const std::lock_guard lock(mutex_);
+    ++calls_.controls;
+    if (!script_.control.ok()) return script_.control;
     const auto at = FindKey(key);
     if (at == chunks_.end()) return false;
     chunks_.erase(at);
     return true;
   }
-  Result<int64_t> Clear(const Digest& fingerprint, const ChunkKey& root, int64_t) override {
-    const std::lock_guard lock(mutex_);
+  Result<int64_t> Clear(const Digest& fingerprint, const ChunkKey& root,
+                        int64_t deadline_ns) override {
+    std::unique_lock lock(mutex_);
+    if (!HoldUpkeep(lock, deadline_ns)) return Late();
     return static_cast<int64_t>(std::erase_if(chunks_, [&](const auto& entry) {
       return entry.first.fingerprint == fingerprint &&
              entry.first.root == Cut({.fingerprint = fingerprint, .root = root}).root;
     }));
   }
-  Result<std::vector<ChunkListing>> List(int64_t) override {
-    const std::lock_guard lock(mutex_);
+  Result<std::vector<ChunkListing>> List(int64_t deadline_ns) override {
+    std::unique_lock lock(mutex_);
+    if (!HoldUpkeep(lock, deadline_ns)) return Late();
     std::vector<ChunkListing> listings;
     for (const auto& [id, entry] : chunks_)
       listings.push_back({.tier = kind_,
@@ -228,11 +257,21 @@ class FakeTier final : public ChunkTier {
     return Status(StatusCode::kNotFound, "fake: not there");
   }
   Result<int64_t> Verify(int64_t) override { return int64_t{0}; }
-  Result<int64_t> CollectGarbage(int64_t) override { return int64_t{0}; }
+  Result<int64_t> CollectGarbage(int64_t deadline_ns) override {
+    std::unique_lock lock(mutex_);
+    if (!HoldUpkeep(lock, deadline_ns)) return Late();
+    return int64_t{0};
+  }
+  void Close() noexcept override {
+    const std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    changed_.notify_all();
+  }
   TierUsage Usage() const override {
     const std::lock_guard lock(mutex_);
     TierUsage usage;
     usage.chunks = static_cast<int64_t>(chunks_.size());
+    usage.events_dropped = script_.events_dropped;
     return usage;
   }
   void TakeEvents(std::vector<ChunkEvent>* events) override {
@@ -245,8 +284,8 @@ class FakeTier final : public ChunkTier {
   struct Entry {
     std::shared_ptr<StoredChunk> chunk;
     int64_t pins = 0;
+    ChunkWorth worth{};
     int64_t expires_ms = 0;
-    int priority = kDefaultPriority;
   };
   struct Reading {
     std::shared_ptr<StoredChunk> chunk;
@@ -292,6 +331,17 @@ class FakeTier final : public ChunkTier {
     const bool released = WaitUntil(*clock_, changed_, lock, deadline_ns, is_released);
     --held_;
     return released;
+  }
+  // Those that end in time are counted.
+  bool HoldUpkeep(std::unique_lock<std::mutex>& lock, int64_t deadline_ns) {
+    calls_.upkeep_deadline_ns = std::min(calls_.upkeep_deadline_ns, deadline_ns);
+    if (!Hold(lock, deadline_ns, [&] { return is_closed_ || !script_.hold_upkeep; })) return false;
+    ++calls_.upkeeps;
+    return true;
+  }
+  bool IsDurable() const {
+    const std::lock_guard lock(mutex_);
+    return script_.durable;
   }
   // Until the script lets reads get to this layer, or nobody wants them any more.
   bool HoldLayer(size_t count, int64_t layer, int64_t deadline_ns, const TierReadSink& sink) {
@@ -349,6 +399,7 @@ class FakeTier final : public ChunkTier {
   Script script_;
   Calls calls_;
   int held_ = 0;
+  bool is_closed_ = false;
   std::map<ChunkId, Entry> chunks_;
   std::vector<ChunkEvent> events_;
 };

@@ -289,6 +289,10 @@ int FaultyFileSystem::MakeDirectory(const std::string& path) {
   QUIRE_FAULT("mkdir");
   return below_->MakeDirectory(path);
 }
+int FaultyFileSystem::RemoveDirectory(const std::string& path) {
+  QUIRE_FAULT("rmdir");
+  return below_->RemoveDirectory(path);
+}
 int FaultyFileSystem::List(const std::string& path, std::vector<std::string>* names) {
   QUIRE_FAULT("list");
   return below_->List(path, names);
@@ -524,6 +528,18 @@ int PowerFileSystem::MakeDirectory(const std::string& path) {
   const uint64_t inode = next_inode_++;
   nodes_[inode].is_directory = true;  // a map's nodes stay where they are
   Set(*parent, name, inode);
+  return 0;
+}
+
+int PowerFileSystem::RemoveDirectory(const std::string& path) {
+  const Guard guard(mutex_);
+  if (IsOff()) return -EIO;
+  const uint64_t inode = Lookup(path);
+  if (inode == 0) return -ENOENT;
+  if (!nodes_[inode].entries.empty()) return -ENOTEMPTY;
+  std::string name;
+  Node* const parent = Parent(path, &name);
+  Set(*parent, name, 0);
   return 0;
 }
 

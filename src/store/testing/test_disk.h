@@ -123,6 +123,7 @@ class FaultyFileSystem : public FileSystem {
   int Rename(const std::string& from, const std::string& to) override;
   int Unlink(const std::string& path) override;
   int MakeDirectory(const std::string& path) override;
+  int RemoveDirectory(const std::string& path) override;
   int List(const std::string& path, std::vector<std::string>* names) override;
   int Lock(int file, bool wait) override;
   void Unlock(int file) noexcept override { below_->Unlock(file); }
@@ -164,6 +165,7 @@ class PowerFileSystem final : public FileSystem {
   int Rename(const std::string& from, const std::string& to) override;
   int Unlink(const std::string& path) override;
   int MakeDirectory(const std::string& path) override;
+  int RemoveDirectory(const std::string& path) override;
   int List(const std::string& path, std::vector<std::string>* names) override;
   int Lock(int file, bool wait) override;
   void Unlock(int file) noexcept override;

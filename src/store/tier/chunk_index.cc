@@ -258,6 +258,13 @@ class ChunkIndexImpl final : public ChunkIndex {
     return at == roots_.end() ? 0 : at->second.bytes;
   }
 
+  std::vector<ChunkKey> OverQuota() const override {
+    std::vector<ChunkKey> over;
+    for (const auto& [key, root] : roots_)
+      if (root.quota.bytes_max > 0 && root.bytes > root.quota.bytes_max) over.push_back(key);
+    return over;
+  }
+
   std::optional<std::vector<ChunkId>> Victims(const ChunkKey& root, int64_t bytes) const override;
   std::vector<ChunkId> Expired(int64_t now_ms) const override {
     std::vector<ChunkId> expired;

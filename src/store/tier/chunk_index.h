@@ -52,6 +52,8 @@ class ChunkIndex {
   virtual void SetQuota(const ChunkKey& root, const ChunkQuota& quota) = 0;
   virtual ChunkQuota quota(const ChunkKey& root) const = 0;
   virtual int64_t bytes_of(const ChunkKey& root) const = 0;
+  // Roots that have more than the bytes_max of their quota.
+  virtual std::vector<ChunkKey> OverQuota() const = 0;
 
   // The victims whose going makes room for `bytes` more of `root`, in order; nullopt when there is
   // no such set. Nothing is erased.

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -75,6 +76,7 @@ struct TierWrite {
 struct TierUsage {
   int64_t chunks = 0, bytes = 0, bytes_max = 0;
   int64_t evicted = 0, expired = 0, corrupt = 0, deduplicated = 0;
+  int64_t events_dropped = 0;  // that TakeEvents was too late for
   bool available = true;
 };
 
@@ -91,6 +93,11 @@ class ChunkTier {
   virtual bool IsUnavailable() const { return false; }
   // What is known without I/O: 1 there, 0 not there, -1 not known.
   virtual int Knows(const ChunkId& id) const = 0;
+  // Whether a put of the chunk would write nothing, as far as is known without I/O: it is there,
+  // and as durable as the options say.
+  virtual bool IsStored(const ChunkId& id) const { return Knows(id) == 1; }
+  // What the tier knows of the chunk's worth without I/O; nullopt: nothing.
+  virtual std::optional<ChunkWorth> Worth(const ChunkId&) const { return std::nullopt; }
   // The number of leading ids that are there. Timeout, Unavailable, IoError.
   virtual Result<int64_t> Prefix(std::span<const ChunkId> ids, int64_t deadline_ns) = 0;
   // The same for several chains, in as few questions as the tier can; [i]: of chains[i]. May throw
@@ -131,7 +138,7 @@ class ChunkTier {
   // Ends the tier's own threads. Calls that need them are Closed from now on, also those that are
   // under way; what is known without I/O is still told.
   virtual void Close() noexcept {}
-  // Appends what happened since the last call.
+  // Appends what happened since the last call: the newest EventRing::kEventsMax.
   virtual void TakeEvents(std::vector<ChunkEvent>* events) = 0;
 };
 

@@ -143,10 +143,10 @@ bool ChunkFetcher::TakeFromMemory(FetchState& fetch, int64_t i) {
   MissReason miss = MissReason::kNone;
   const ChunkId& id = fetch.id(i);
   const Removals::Move move = parts_->removals.BeginMove();  // it may be due for the slow tiers
-  FetchState::Slot slot;
-  slot.chunk = parts_->memory->Take(id, parts_->clock->WallMs(), /*pin=*/true, &miss);
+  const std::optional<KeptChunk> kept = parts_->memory->Take(id, parts_->clock->WallMs(), &miss);
   if (miss == MissReason::kExpired) fetch.search().expired = true;
-  if (slot.chunk == nullptr) return false;
+  if (!kept) return false;
+  FetchState::Slot slot{.chunk = kept->chunk};
   const PinnedChunk pin{id.key, TierBit(TierKind::kRam)};
   if (!std::ranges::equal(slot.chunk->header().tokens, fetch.tokens(i))) {
     // A digest that collides serves nobody other tokens.
@@ -159,7 +159,7 @@ bool ChunkFetcher::TakeFromMemory(FetchState& fetch, int64_t i) {
     parts_->Unpin(pin);
     throw;
   }
-  parts_->Wanted({id, slot.chunk, {}});
+  parts_->Wanted(*kept);
   const PinBoard::Ticket ticket = slot.pin;
   {
     const std::lock_guard lock(parts_->fetch_mutex);

@@ -212,7 +212,9 @@ void ChunkFetcher::Serve(const Load& load) noexcept {
 }
 
 void ChunkFetcher::Promote(const ChunkLoad& load) noexcept {
-  const KeptChunk kept{load.id, load.chunk, {.priority = parts_->options.priority}};
+  const KeptChunk kept{load.id, load.chunk,
+                       parts_->slow[At(load.tier)]->tier->Worth(load.id).value_or(
+                           ChunkWorth{.priority = parts_->options.priority})};
   const Removals::Move move = parts_->removals.BeginMove();
   bool to_memory = false;
   {

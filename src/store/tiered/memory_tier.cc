@@ -25,6 +25,11 @@ bool IsExpired(const IndexedChunk& chunk, int64_t now_ms) {
 
 }  // namespace
 
+int64_t ExpiryBeside(const StoredChunk& chunk, int64_t expires_ms) {
+  const int64_t own = chunk.header().expires_ms;
+  return own != 0 && (expires_ms == 0 || own <= expires_ms) ? 0 : expires_ms;
+}
+
 Status CheckSections(const StoredChunk& chunk) {
   const ChunkHeader& header = chunk.header();
   for (size_t s = 0; s < header.sections.size(); ++s) {
@@ -42,8 +47,8 @@ MemoryTier::MemoryTier(EvictionKind eviction, int64_t bytes_max, EventRing* even
   statistics_.bytes_max = bytes_max;
 }
 
-std::shared_ptr<const StoredChunk> MemoryTier::Take(const ChunkId& id, int64_t now_ms, bool pin,
-                                                    MissReason* miss) noexcept {
+std::optional<KeptChunk> MemoryTier::Take(const ChunkId& id, int64_t now_ms,
+                                          MissReason* miss) noexcept {
   Records::node_type expired;  // freed after the lock
   const std::lock_guard lock(mutex_);
   const auto at = records_.find(id);
@@ -54,14 +59,20 @@ std::shared_ptr<const StoredChunk> MemoryTier::Take(const ChunkId& id, int64_t n
   }
   if (*miss == MissReason::kExpired || at == records_.end()) {
     ++statistics_.misses;
-    return nullptr;
+    return std::nullopt;
   }
   index_->Use(id);
-  if (pin) index_->Pin(id, 1);
+  index_->Pin(id, 1);
   ++statistics_.hits;
   statistics_.bytes_read += static_cast<int64_t>(at->second.chunk->bytes().size());
   *miss = MissReason::kNone;
-  return at->second.chunk;
+  return KeptLocked(*at);
+}
+
+KeptChunk MemoryTier::KeptLocked(const Records::value_type& entry) const noexcept {
+  const auto& [id, record] = entry;
+  return {id, record.chunk, record.worth,
+          ExpiryBeside(*record.chunk, index_->Find(id)->expires_ms)};
 }
 
 bool MemoryTier::Has(const ChunkId& id, int64_t now_ms) const noexcept {
@@ -111,8 +122,8 @@ MemoryTier::Outcome MemoryTier::Insert(const KeptChunk& kept, bool unwritten, in
   const auto at = records_.emplace(kept.id, Record{kept.chunk, kept.worth, unwritten}).first;
   try {
     for (const ChunkId& id : *victims) {
-      const Record& record = records_.find(id)->second;
-      if (record.unwritten) evicted->push_back({id, record.chunk, record.worth});
+      const auto victim = records_.find(id);
+      if (victim->second.unwritten) evicted->push_back(KeptLocked(*victim));
     }
     index_->Insert(chunk);
   } catch (...) {
@@ -140,7 +151,7 @@ std::optional<KeptChunk> MemoryTier::TakeUnwritten(const ChunkId& id) noexcept {
   const auto at = records_.find(id);
   if (at == records_.end() || !at->second.unwritten) return std::nullopt;
   at->second.unwritten = false;
-  return KeptChunk{id, at->second.chunk, at->second.worth};
+  return KeptLocked(*at);
 }
 
 void MemoryTier::MarkUnwritten(const ChunkId& id) noexcept {
@@ -189,9 +200,9 @@ bool MemoryTier::SetExpiry(const ChunkKey& key, int64_t expires_ms) noexcept {
   const std::lock_guard lock(mutex_);
   const IndexedChunk* const chunk = index_->FindKey(key);
   if (chunk == nullptr) return false;
-  const int64_t own = records_.find(chunk->id)->second.chunk->header().expires_ms;
-  const bool own_is_first = own != 0 && (expires_ms == 0 || own < expires_ms);
-  index_->SetExpiry(chunk->id, own_is_first ? own : expires_ms);
+  const StoredChunk& stored = *records_.find(chunk->id)->second.chunk;
+  const int64_t set_ms = ExpiryBeside(stored, expires_ms);
+  index_->SetExpiry(chunk->id, set_ms != 0 ? set_ms : stored.header().expires_ms);
   return true;
 }
 
@@ -231,20 +242,23 @@ int64_t MemoryTier::Clear(const Digest& fingerprint, const ChunkKey& root) {
   return static_cast<int64_t>(ids.size());
 }
 
-int64_t MemoryTier::CollectGarbage(int64_t now_ms) {
+int64_t MemoryTier::CollectGarbage(int64_t now_ms, std::vector<KeptChunk>* evicted) {
   std::vector<Records::node_type> gone;
   const std::lock_guard lock(mutex_);
   const int64_t before = index_->bytes();
   const auto erase_all = [&](const std::vector<ChunkId>& ids, ChunkEvent::Kind why) {
     gone.reserve(gone.size() + ids.size());
-    for (const ChunkId& id : ids) gone.push_back(EraseLocked(id, why));
+    const bool is_eviction = why == ChunkEvent::Kind::kEvicted;
+    if (is_eviction) evicted->reserve(evicted->size() + ids.size());
+    for (const ChunkId& id : ids) {
+      const auto victim = records_.find(id);
+      if (is_eviction && victim->second.unwritten) evicted->push_back(KeptLocked(*victim));
+      gone.push_back(EraseLocked(id, why));
+    }
   };
   erase_all(index_->Expired(now_ms), ChunkEvent::Kind::kExpired);
   // A quota that came after the chunks is met as far as pins let it.
-  std::vector<ChunkKey> roots;
-  for (const auto& [id, record] : records_)
-    if (roots.empty() || roots.back() != id.root) roots.push_back(id.root);
-  for (const ChunkKey& root : roots)
+  for (const ChunkKey& root : index_->OverQuota())
     if (const auto victims = index_->Victims(root, 0))
       erase_all(*victims, ChunkEvent::Kind::kEvicted);
   return before - index_->bytes();
@@ -275,7 +289,7 @@ int64_t MemoryTier::Verify() {
   std::vector<KeptChunk> all;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [id, record] : records_) all.push_back({id, record.chunk, record.worth});
+    for (const auto& entry : records_) all.push_back(KeptLocked(entry));
   }
   int64_t damaged = 0;
   for (const KeptChunk& kept : all) {

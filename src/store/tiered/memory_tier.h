@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -25,7 +26,12 @@ struct KeptChunk {
   ChunkId id{};
   std::shared_ptr<const StoredChunk> chunk = nullptr;
   ChunkWorth worth{};
+  int64_t expires_ms = 0;  // that was set and is before the chunk's own end; 0 = none
 };
+
+// What SetExpiry makes of a chunk's time: `expires_ms`, or 0 where the chunk's own end, which
+// stays, is the earlier one.
+int64_t ExpiryBeside(const StoredChunk& chunk, int64_t expires_ms);
 
 // Verifies all sections. Corrupt.
 Status CheckSections(const StoredChunk& chunk);
@@ -34,9 +40,8 @@ class MemoryTier {
  public:
   MemoryTier(EvictionKind eviction, int64_t bytes_max, EventRing* events, PinBoard* pins);
 
-  // The chunk, used and, if asked for, pinned in the same step. Null: `miss` says why.
-  std::shared_ptr<const StoredChunk> Take(const ChunkId& id, int64_t now_ms, bool pin,
-                                          MissReason* miss) noexcept;
+  // The chunk, used and pinned in the same step. nullopt: `miss` says why.
+  std::optional<KeptChunk> Take(const ChunkId& id, int64_t now_ms, MissReason* miss) noexcept;
   // Without a use or a count.
   bool Has(const ChunkId& id, int64_t now_ms) const noexcept;
 
@@ -60,8 +65,9 @@ class MemoryTier {
 
   void SetQuota(const ChunkKey& root, const ChunkQuota& quota);
   int64_t Clear(const Digest& fingerprint, const ChunkKey& root);
-  // What is expired or over its quota. Bytes freed.
-  int64_t CollectGarbage(int64_t now_ms);
+  // What is expired or over its quota. Bytes freed. Those that were over it and are unwritten are
+  // appended to *evicted. std::bad_alloc: what went so far is gone, and is there.
+  int64_t CollectGarbage(int64_t now_ms, std::vector<KeptChunk>* evicted);
 
   std::vector<ChunkListing> List() const;
   // Null: not there.
@@ -78,6 +84,7 @@ class MemoryTier {
   };
   using Records = std::map<ChunkId, Record>;
 
+  KeptChunk KeptLocked(const Records::value_type& entry) const noexcept;
   // Takes it out of the books; the caller frees the record without the lock.
   Records::node_type EraseLocked(const ChunkId& id, ChunkEvent::Kind why) noexcept;
   std::optional<std::vector<ChunkId>> PlanRoomLocked(const IndexedChunk& chunk) noexcept(false);

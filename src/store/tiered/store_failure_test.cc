@@ -14,6 +14,7 @@
 #include "base/testing/fake_clock.h"
 #include "base/testing/replaced_new.h"
 #include "quire/store_buffer.h"
+#include "store/disk/file_system.h"
 #include "store/testing/fake_tier.h"
 #include "store/testing/test_chain.h"
 #include "store/tier/chunk_index.h"
@@ -159,6 +160,21 @@ TEST_F(StoreFailure, AFetchOrPinThatFailsLeavesNoPin) {
   ASSERT_TRUE(store_->Remove(chain).ok());
 }
 
+// These run all the time and under locks: they look at what there is to do, not at all there is.
+TEST_F(StoreFailure, WhatHasNothingToDoTakesNoMemory) {
+  Open(8, /*with_disk=*/false);
+  const auto tokens = TokensFrom(1, 12);
+  for (int64_t i = 0; i < 3; ++i)
+    ASSERT_TRUE(store_->Put(keys_, TestChunk(keys_, tokens, i), {}).ok());
+  ASSERT_TRUE(store_->SetQuota(keys_, {.bytes_max = 4 * TestChunkBytes()}).ok());
+  EXPECT_EQ(ForEachFailure([&] { return store_->CollectGarbage(TierKind::kRam).ok(); }, [] {}), 0);
+  PassportTable passports;
+  passports.Add(keys_.fingerprint(), TestPassport());
+  EXPECT_EQ(
+      ForEachFailure([&] { return passports.Find(keys_.fingerprint())->block_bytes > 0; }, [] {}),
+      0);
+}
+
 TEST_F(StoreFailure, ThreadsWithoutMemoryMissAndDropAndGoOn) {
   Open(0, /*with_disk=*/true);
   // The fake tier allocates in its calls as a real one does.
@@ -186,6 +202,34 @@ TEST_F(StoreFailure, ThreadsWithoutMemoryMissAndDropAndGoOn) {
   EXPECT_GT(store_->Statistics().tiers[1].dropped_writes, 0);
   store_->Close();
   EXPECT_EQ(store_->Statistics().pins, 0);
+}
+
+// Transfers of a disk that are under way: in this thread, in threads of a queue.
+TEST(FileQueueFailure, TransfersThatAreUnderWayTakeNoMemory) {
+  is_the_test = true;
+  const auto files = CreateMachineFileSystem(/*use_uring=*/false);
+  const int file = files->Open("/proc/self/exe", OpenMode::kRead);
+  ASSERT_GE(file, 0);
+  std::vector<std::byte> bytes(4096);
+  const std::unique_ptr<FileQueue> queues[] = {CreateThreadQueue(*files, 16, 2),
+                                               files->FileSystem::CreateQueue(16)};
+  for (const auto& queue : queues) {
+    refuse_one_in = 1;
+    const int64_t allocations = ForEachFailure(
+        [&] {
+          for (size_t round = 0; round < 100; ++round) {
+            for (size_t i = 0; i < 16; ++i)
+              queue->Start({.file = file, .data = bytes.data(), .size = 4096, .tag = i});
+            for (size_t i = 0; i < 16; ++i)
+              if (queue->Next().result != 4096) return false;
+          }
+          return true;
+        },
+        [] {});
+    refuse_one_in = 0;
+    EXPECT_EQ(allocations, 0);
+  }
+  files->Close(file);
 }
 
 // What is wrong with a call cannot be said without memory: that is OutOfMemory then.

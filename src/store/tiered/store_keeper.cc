@@ -29,12 +29,14 @@ StoreKeeper::StoreKeeper(std::shared_ptr<StoreParts> parts) : parts_(std::move(p
   }
 }
 
+void StoreKeeper::Stop() noexcept {
+  const std::lock_guard lock(mutex_);
+  closing_ = true;
+  changed_.notify_all();
+}
+
 void StoreKeeper::Close() noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    closing_ = true;
-    changed_.notify_all();
-  }
+  Stop();
   if (sweeper_.joinable()) sweeper_.join();
   if (scrubber_.joinable()) scrubber_.join();
 }
@@ -55,7 +57,7 @@ void StoreKeeper::Sweep() noexcept {
     parts_->ReleaseExpiredPins();
     parts_->spares->Age(kSpareSweeps);
     try {
-      if (parts_->has_memory()) parts_->memory->CollectGarbage(parts_->clock->WallMs());
+      if (parts_->has_memory()) parts_->CollectMemory();
       parts_->CollectEvents();
     } catch (const std::bad_alloc&) {
       // The next time will do.
@@ -68,8 +70,8 @@ void StoreKeeper::Scrub() noexcept {
   while (Sleep(kDiskSweepNs)) {
     if (!disk.usable()) continue;
     try {
-      const int64_t deadline = parts_->AdminDeadline(TierKind::kDisk);
-      static_cast<void>(disk.tier->CollectGarbage(deadline));  // what is left goes the next time
+      // A large folder takes its time. A disk that hangs still ends it, as does closing the tier.
+      static_cast<void>(disk.tier->CollectGarbage(kNever));  // what is left goes the next time
       if (parts_->options.scrub_bytes_per_second > 0) ScrubOnce(disk);
     } catch (const std::bad_alloc&) {
       // The next time will do.
@@ -79,8 +81,7 @@ void StoreKeeper::Scrub() noexcept {
 
 // Reads every chunk once. The tier removes what is damaged, and counts it.
 void StoreKeeper::ScrubOnce(SlowTier& disk) {
-  const Result<std::vector<ChunkListing>> listings =
-      disk.tier->List(parts_->AdminDeadline(TierKind::kDisk));
+  const Result<std::vector<ChunkListing>> listings = disk.tier->List(kNever);
   if (!listings.ok()) return;
   const double seconds_per_byte = 1.0 / static_cast<double>(parts_->options.scrub_bytes_per_second);
   for (const ChunkListing& listing : *listings) {

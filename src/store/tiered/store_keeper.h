@@ -19,6 +19,9 @@ class StoreKeeper {
   // std::system_error without threads.
   explicit StoreKeeper(std::shared_ptr<StoreParts> parts);
   ~StoreKeeper() { Close(); }
+  // Nothing is begun any more. What looks through the disk goes on until the tier is closed.
+  void Stop() noexcept;
+  // Stops and waits for the threads.
   void Close() noexcept;
 
  private:

@@ -44,11 +44,10 @@ void PassportTable::Add(const Digest& fingerprint, const Passport& passport) {
   entries_.try_emplace(fingerprint, entry);
 }
 
-std::optional<PassportTable::Entry> PassportTable::Find(const Digest& fingerprint) const {
+const PassportTable::Entry* PassportTable::Find(const Digest& fingerprint) const {
   const std::lock_guard lock(mutex_);
   const auto at = entries_.find(fingerprint);
-  if (at == entries_.end()) return std::nullopt;
-  return at->second;
+  return at == entries_.end() ? nullptr : &at->second;
 }
 
 std::vector<Passport> PassportTable::All() const {
@@ -124,6 +123,19 @@ MemoryTier::Outcome StoreParts::Keep(const KeptChunk& kept, bool unwritten) {
   const MemoryTier::Outcome outcome = memory->Insert(kept, unwritten, clock->WallMs(), &evicted);
   for (const KeptChunk& each : evicted) WriteToSlow(each);
   return outcome;
+}
+
+int64_t StoreParts::CollectMemory() {
+  struct Written {
+    ~Written() {
+      for (const KeptChunk& each : evicted) parts.WriteToSlow(each);
+    }
+    StoreParts& parts;
+    std::vector<KeptChunk> evicted{};
+  };
+  const Removals::Move move = removals.BeginMove();
+  Written written{*this};  // also when memory runs out
+  return memory->CollectGarbage(clock->WallMs(), &written.evicted);
 }
 
 bool StoreParts::PinIn(TierKind tier, const ChunkKey& key, int change) noexcept {

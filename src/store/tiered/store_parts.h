@@ -53,7 +53,8 @@ class PassportTable {
     Passport passport{};
   };
   void Add(const Digest& fingerprint, const Passport& passport);
-  std::optional<Entry> Find(const Digest& fingerprint) const;
+  // Null: not added. An entry stays as it is.
+  const Entry* Find(const Digest& fingerprint) const;
   std::vector<Passport> All() const;
 
  private:
@@ -77,6 +78,9 @@ struct StoreParts {
   // Keeps the chunk in RAM; what has to go for it is written to the slow tiers unless it is there.
   // REQUIRES: a Move.
   MemoryTier::Outcome Keep(const KeptChunk& kept, bool unwritten);
+  // Takes out of RAM what is expired or over its quota; bytes freed. What is over it goes as in
+  // Keep. std::bad_alloc: some of it goes later.
+  int64_t CollectMemory();
   // Brings the slow tiers' events to the others. std::bad_alloc: some of them come later.
   void CollectEvents();
   bool HasSlow() const { return slow[At(TierKind::kDisk)] || slow[At(TierKind::kRedis)]; }

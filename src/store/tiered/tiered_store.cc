@@ -1,14 +1,16 @@
 #include "store/tiered/tiered_store.h"
 
 #include <algorithm>
-#include <system_error>
+#include <cmath>
 #include <utility>
 
 #include "base/guard.h"
+#include "base/start_thread.h"
 
 namespace quire {
 namespace {
 
+constexpr int64_t kTtlMaxMs = int64_t{1} << 50;  // 35 000 years; sums with times fit
 // Redis decides itself what it evicts.
 constexpr std::array<TierKind, 2> kPinningTiers = {TierKind::kRam, TierKind::kDisk};
 
@@ -36,7 +38,6 @@ Status CheckStoreOptions(const ChunkStoreOptions& options, bool has_slow_tier) {
   };
   constexpr int64_t kDayMs = 86'400'000;                  // in nanoseconds it fits in 63 bits
   constexpr int64_t kPinTimeoutMaxMs = int64_t{1} << 40;  // the same
-  constexpr int64_t kTtlMaxMs = int64_t{1} << 50;         // sums with times fit
   for (const Bound& bound :
        {Bound{"ram.bytes_max", options.ram.bytes_max, 0},
         Bound{"disk.bytes_max", options.disk.bytes_max, 0},
@@ -79,14 +80,11 @@ Result<std::unique_ptr<ChunkStore>> TieredStore::Create(ChunkStoreOptions option
     const bool has_slow =
         std::any_of(slow.begin(), slow.end(), [](const auto& tier) { return tier != nullptr; });
     QUIRE_RETURN_IF_ERROR(CheckStoreOptions(options, has_slow));
-    try {
+    return ThreadOrStatus("a chunk store", [&]() -> std::unique_ptr<ChunkStore> {
       auto parts = std::make_shared<StoreParts>(std::move(options));
       parts->AddTiers(std::move(slow));
-      return std::unique_ptr<ChunkStore>(std::make_unique<TieredStore>(std::move(parts)));
-    } catch (const std::system_error& error) {
-      return Status(StatusCode::kUnavailable,
-                    std::string("ChunkStore::Open: the system gives no thread: ") + error.what());
-    }
+      return std::make_unique<TieredStore>(std::move(parts));
+    });
   });
 }
 
@@ -104,7 +102,7 @@ Status TieredStore::CheckOpen(const char* call) const {
 
 Status TieredStore::CheckKeys(const char* call, const KeySpace& keys) const {
   QUIRE_RETURN_IF_ERROR(CheckOpen(call));
-  if (parts_->passports.Find(keys.fingerprint())) return {};
+  if (parts_->passports.Find(keys.fingerprint()) != nullptr) return {};
   return Status(StatusCode::kBadArgument, std::string("ChunkStore::") + call + ": the passport " +
                                               keys.fingerprint().ToHex() +
                                               " was not added; call AddPassport first");
@@ -209,6 +207,11 @@ Result<KeptChunk> TieredStore::Admit(const KeySpace& keys, ChunkBuffer sealed,
   QUIRE_RETURN_IF_ERROR(CheckKeys("Put", keys));
   const int priority = options.priority.value_or(parts_->options.priority);
   QUIRE_RETURN_IF_ERROR(CheckPriority("Put", priority));
+  if (!std::isfinite(options.recompute_seconds) || options.recompute_seconds < 0)
+    return Status(StatusCode::kBadArgument,
+                  "ChunkStore::Put: recompute_seconds is " +
+                      std::to_string(options.recompute_seconds) +
+                      "; it must be a number of seconds, or 0 if it is not known");
   const ChunkLimits limits = parts_->passports.Find(keys.fingerprint())->limits;
   const std::span<const std::byte> bytes = std::as_const(sealed).bytes();
   QUIRE_ASSIGN_OR_RETURN(const int64_t header_bytes, ChunkHeaderBytes(bytes, limits));
@@ -345,12 +348,15 @@ Result<int64_t> TieredStore::ForEachOf(std::span<const ChunkKey> chunks, InMemor
                                        InTier in_tier) {
   Status failed;
   int64_t count = 0;
+  // Which took all its time for a chunk: the others would each wait as long.
+  std::array<bool, kTierCount> hangs{};
   for (const ChunkKey& key : chunks) {
     bool is_there = parts_->has_memory() && in_memory(*parts_->memory, key);
     for (const TierKind tier : kSlowTiers) {
-      if (parts_->slow[At(tier)] == nullptr) continue;
+      if (parts_->slow[At(tier)] == nullptr || hangs[At(tier)]) continue;
       Status status = in_tier(*parts_->slow[At(tier)]->tier, key, parts_->AdminDeadline(tier));
       is_there = is_there || status.ok();
+      hangs[At(tier)] = status.code() == StatusCode::kTimeout;
       if (!status.ok() && status.code() != StatusCode::kNotFound) failed = std::move(status);
     }
     count += is_there ? 1 : 0;
@@ -362,12 +368,14 @@ Result<int64_t> TieredStore::ForEachOf(std::span<const ChunkKey> chunks, InMemor
 Result<int64_t> TieredStore::SetTtl(std::span<const ChunkKey> chunks, int64_t ttl_ms) {
   return GuardEntry([&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(CheckOpen("SetTtl"));
-    constexpr int64_t kTtlMaxMs = int64_t{1} << 50;  // 35 000 years; sums with times fit
     if (ttl_ms < 0 || ttl_ms > kTtlMaxMs)
       return Status(
           StatusCode::kBadArgument,
           "ChunkStore::SetTtl: ttl_ms is " + std::to_string(ttl_ms) + "; it must be in [0, 2^50]");
     const int64_t expires_ms = ttl_ms == 0 ? 0 : parts_->clock->WallMs() + ttl_ms;
+    for (const auto& queue : parts_->writes)
+      for (const ChunkKey& key : chunks)
+        if (queue != nullptr) queue->SetExpiry(key, expires_ms);
     return ForEachOf(
         chunks,
         [&](MemoryTier& memory, const ChunkKey& key) { return memory.SetExpiry(key, expires_ms); },
@@ -477,9 +485,8 @@ Result<int64_t> TieredStore::Clear(const KeySpace& keys) {
         parts_->has_memory() ? parts_->memory->Clear(keys.fingerprint(), keys.root()) : 0;
     for (const TierKind tier : kSlowTiers) {
       if (parts_->slow[At(tier)] == nullptr) continue;
-      QUIRE_ASSIGN_OR_RETURN(const int64_t count,
-                             parts_->slow[At(tier)]->tier->Clear(keys.fingerprint(), keys.root(),
-                                                                 parts_->AdminDeadline(tier)));
+      QUIRE_ASSIGN_OR_RETURN(const int64_t count, parts_->slow[At(tier)]->tier->Clear(
+                                                      keys.fingerprint(), keys.root(), kNever));
       cleared += count;
     }
     if (!late.ok()) return late;
@@ -520,7 +527,7 @@ Result<int64_t> TieredStore::Verify(TierKind tier) {
 Result<int64_t> TieredStore::CollectGarbage(TierKind tier) {
   return GuardEntry([&]() -> Result<int64_t> {
     QUIRE_RETURN_IF_ERROR(CheckTier("CollectGarbage", tier));
-    if (tier == TierKind::kRam) return parts_->memory->CollectGarbage(parts_->clock->WallMs());
+    if (tier == TierKind::kRam) return parts_->CollectMemory();
     return parts_->slow[At(tier)]->tier->CollectGarbage(kNever);
   });
 }
@@ -579,7 +586,7 @@ Status TieredStore::Flush(int64_t until_ns) {
 
 void TieredStore::Close() noexcept {
   if (closed_.exchange(true)) return;
-  keeper_.Close();
+  keeper_.Stop();
   fetcher_.Close();
   try {
     // Ends: each write has a deadline, and a tier that keeps missing it is left alone.
@@ -592,6 +599,7 @@ void TieredStore::Close() noexcept {
   // Spaces and fetches hold the parts, and so the tiers, for longer.
   for (const auto& tier : parts_->slow)
     if (tier != nullptr) tier->tier->Close();
+  keeper_.Close();  // whose call to the disk has ended with the tier
 }
 
 ChunkStoreStatistics TieredStore::Statistics() const {
@@ -608,6 +616,8 @@ ChunkStoreStatistics TieredStore::Statistics() const {
   statistics.pins = parts_->pins.size();
   statistics.forced_unpins = parts_->pins.forced();
   statistics.events_dropped = parts_->events.dropped();
+  for (const auto& tier : parts_->slow)
+    if (tier != nullptr) statistics.events_dropped += tier->tier->Usage().events_dropped;
   return statistics;
 }
 

@@ -62,8 +62,8 @@ class TieredStore final : public ChunkStore {
   Result<std::vector<std::shared_ptr<ChunkFetch>>> StartFetches(
       const char* call, std::span<const FetchRequest> requests, bool to_memory);
   // Calls in_memory(MemoryTier&, key), which is true if RAM has the chunk, and in_tier(ChunkTier&,
-  // key, deadline_ns), NotFound if the tier does not, for all tiers. How many chunks were there; an
-  // error of a tier when all are done.
+  // key, deadline_ns), NotFound if the tier does not, for all tiers; a tier that timed out is not
+  // asked again. How many chunks were there; an error of a tier when all are done.
   template <typename InMemory, typename InTier>
   Result<int64_t> ForEachOf(std::span<const ChunkKey> chunks, InMemory in_memory, InTier in_tier);
   Result<KeptChunk> Admit(const KeySpace& keys, ChunkBuffer sealed, const PutOptions& options);

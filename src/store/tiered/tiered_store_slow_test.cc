@@ -1,6 +1,7 @@
 // The store with slow tiers behind it, which are fakes that do what the test says.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "base/random.h"
 #include "base/testing/fake_clock.h"
+#include "base/testing/threads_of_process.h"
 #include "store/testing/fake_tier.h"
 #include "store/testing/test_chain.h"
 #include "store/tiered/tiered_store.h"
@@ -713,6 +715,21 @@ TEST_F(SlowStore, WriteBackWritesWhatRamGivesUpAndAllAtFlush) {
   EXPECT_EQ(Statistics(TierKind::kDisk).writes, 3);
 }
 
+TEST_F(SlowStore, WriteBackWritesWhatAQuotaTakesOutOfRam) {
+  Open({}, {.write_policy = WritePolicy::kBack});
+  std::vector<ChunkId> ids;
+  for (const int32_t first : {100, 200, 300}) {
+    Put(TokensFrom(first, 4));
+    ids.push_back(Ids(TokensFrom(first, 4))[0]);
+  }
+  ASSERT_TRUE(store_->SetQuota(keys_, {.bytes_max = TestChunkBytes()}).ok());
+  const auto freed = store_->CollectGarbage(TierKind::kRam);
+  ASSERT_TRUE(freed.ok());  // the store's thread may have been faster
+  EXPECT_EQ(Statistics(TierKind::kRam).chunks, 1);
+  EXPECT_TRUE(store_->Flush(kNever).ok());
+  for (const ChunkId& id : ids) EXPECT_EQ(disk_->Knows(id), 1);
+}
+
 TEST_F(SlowStore, CloseWritesWhatOnlyRamHas) {
   Open({}, {.write_policy = WritePolicy::kBack});
   for (int i = 0; i < 40; ++i) Put(TokensFrom(100 * (i + 1), 4));
@@ -731,6 +748,129 @@ TEST_F(SlowStore, SelectiveWritesWhatIsWantedTwice) {
   EXPECT_TRUE(store_->Flush(kNever).ok());
   EXPECT_EQ(disk_->Knows(Ids(twice)[0]), 1);
   EXPECT_EQ(disk_->Knows(Ids(once)[0]), 0);
+}
+
+// What a put or SetPriority said of a chunk is not forgotten on its way between the tiers.
+TEST_F(SlowStore, WorthGoesWithAChunkThatIsWrittenLater) {
+  Open({}, {.write_policy = WritePolicy::kSelective, .admit_after = 2});
+  const auto tokens = TokensFrom(100, 4);
+  ASSERT_TRUE(
+      store_->Put(keys_, TestChunk(keys_, tokens, 0), {.recompute_seconds = 2.5, .priority = 90})
+          .ok());
+  Fetch(tokens);
+  EXPECT_TRUE(store_->Flush(kNever).ok());
+  EXPECT_EQ(disk_->Worth(Ids(tokens)[0]), (ChunkWorth{2.5, 90}));
+}
+
+TEST_F(SlowStore, APromotedChunkKeepsItsPriority) {
+  Open({}, {.ram = {.bytes_max = 2 * TestChunkBytes()}, .priority = 60});
+  const auto a = TokensFrom(100, 4), b = TokensFrom(200, 4), c = TokensFrom(300, 4);
+  Fill(disk_, a);
+  ASSERT_EQ(*store_->SetPriority(Chain(a), 90), 1);
+  Fetch(a);
+  Put(b);
+  Put(c);
+  std::vector<ChunkKey> in_ram;
+  const auto listings = store_->List(TierKind::kRam);
+  ASSERT_TRUE(listings.ok());
+  for (const ChunkListing& listing : *listings) in_ram.push_back(listing.key);
+  std::vector<ChunkKey> wanted = {Chain(a)[0], Chain(c)[0]};
+  std::ranges::sort(in_ram);
+  std::ranges::sort(wanted);
+  EXPECT_EQ(in_ram, wanted) << "b was used later and is worth less";
+}
+
+// The end of a chunk's time reaches a tier also if the chunk comes there after it was set.
+TEST_F(SlowStore, ATimeToLiveGoesWithAChunkThatIsWrittenLater) {
+  for (const WritePolicy policy : {WritePolicy::kBack, WritePolicy::kThrough}) {
+    SCOPED_TRACE(static_cast<int>(policy));
+    Open({}, {.write_policy = policy});
+    const bool waits = policy == WritePolicy::kThrough;
+    disk_->Change([&](auto& script) { script.hold_writes = waits; });
+    const auto set = TokensFrom(100, 4), twice = TokensFrom(200, 4), kept = TokensFrom(300, 4);
+    const int64_t own_ms = clock_->WallMs() + 500;
+    for (const auto& tokens : {set, twice, kept}) Put(tokens);
+    ASSERT_TRUE(
+        store_->Put(keys_, TestChunk(keys_, TokensFrom(400, 4), 0, {.expires_ms = own_ms}), {})
+            .ok());
+    if (waits) disk_->AwaitHeld(1);
+    for (const auto& tokens : {set, twice, TokensFrom(400, 4)})
+      EXPECT_EQ(*store_->SetTtl(Chain(tokens), 1000), 1);
+    EXPECT_EQ(*store_->SetTtl(Chain(twice), 0), 1);
+    disk_->Change([](auto& script) { script.hold_writes = false; });
+    EXPECT_TRUE(store_->Flush(kNever).ok());
+    EXPECT_EQ(disk_->expires_ms(Ids(set)[0]), clock_->WallMs() + 1000);
+    EXPECT_EQ(disk_->expires_ms(Ids(twice)[0]), 0);
+    EXPECT_EQ(disk_->expires_ms(Ids(kept)[0]), 0);
+    EXPECT_EQ(disk_->expires_ms(Ids(TokensFrom(400, 4))[0]), 0) << "the chunk's own is earlier";
+    store_ = nullptr;
+  }
+}
+
+// One that cannot be told the end of the chunk's time does not keep the chunk for longer.
+TEST_F(SlowStore, AChunkWhoseTimeCannotBeSetIsNotKept) {
+  Open({}, {.write_policy = WritePolicy::kBack});
+  const auto tokens = TokensFrom(100, 4);
+  Put(tokens);
+  EXPECT_EQ(*store_->SetTtl(Chain(tokens), 1000), 1);
+  disk_->Change(
+      [](auto& script) { script.expiry = Status(StatusCode::kIoError, "fake: no expiry"); });
+  EXPECT_TRUE(store_->Flush(kNever).ok());
+  EXPECT_EQ(Statistics(TierKind::kDisk).dropped_writes, 1);
+  EXPECT_EQ(disk_->Knows(Ids(tokens)[0]), 0);
+}
+
+// A tier may have a chunk that it would not vouch for: one that another process wrote.
+TEST_F(SlowStore, WhatIsThereIsNoDuplicateBeforeItIsAsDurableAsPromised) {
+  Open({});
+  const auto tokens = TokensFrom(100, 4);
+  Fill(disk_, tokens);
+  const int64_t before = disk_->calls().writes;
+  EXPECT_TRUE(Put(tokens)->Wait(kNever));
+  EXPECT_EQ(disk_->calls().writes, before);
+  disk_->Change([](auto& script) { script.durable = false; });
+  EXPECT_TRUE(Put(tokens)->Wait(kNever));
+  EXPECT_EQ(disk_->calls().writes, before + 1);
+}
+
+TEST_F(SlowStore, ATierThatHangsCostsAnAdministratorOneTimeOut) {
+  Open({.redis = true});
+  const auto tokens = TokensFrom(100, 12);
+  for (int64_t i = 0; i < 3; ++i) Put(tokens, i);
+  ASSERT_TRUE(store_->Flush(kNever).ok());
+  redis_->Change([](auto& script) { script.control = Status(StatusCode::kTimeout, "fake"); });
+  EXPECT_EQ(store_->SetTtl(Chain(tokens), 1000).status().code(), StatusCode::kTimeout);
+  EXPECT_EQ(store_->Remove(Chain(tokens)).status().code(), StatusCode::kTimeout);
+  EXPECT_EQ(redis_->calls().controls, 2);
+  EXPECT_EQ(disk_->calls().controls, 6) << "the other tier is asked for all of them";
+  EXPECT_EQ(Statistics(TierKind::kDisk).chunks, 0);
+}
+
+TEST_F(SlowStore, EventsThatATierHasDroppedCountToo) {
+  Open({.redis = true});
+  EXPECT_EQ(store_->Statistics().events_dropped, 0);
+  disk_->Change([](auto& script) { script.events_dropped = 3; });
+  redis_->Change([](auto& script) { script.events_dropped = 4; });
+  EXPECT_EQ(store_->Statistics().events_dropped, 7);
+}
+
+TEST_F(SlowStore, ItsThreadsTakeNoSignals) {
+  const int64_t before = ThreadsThatTakeSignals();
+  Open({.redis = true});
+  EXPECT_LE(ThreadsThatTakeSignals(), before);
+}
+
+// To look through all that there is takes as long as it takes.
+TEST_F(SlowStore, UpkeepHasNoDeadlineAndEndsWithTheStore) {
+  Open({}, {.scrub_bytes_per_second = 1});
+  EXPECT_TRUE(store_->Clear(keys_).ok());
+  EXPECT_EQ(disk_->calls().upkeep_deadline_ns, kNever);
+  disk_->Change([](auto& script) { script.hold_upkeep = true; });
+  clock_->AwaitWaiters(2);  // one thread looks after RAM, one after the disk
+  clock_->Advance(60'000 * kMs);
+  disk_->AwaitHeld(1);
+  EXPECT_EQ(disk_->calls().upkeep_deadline_ns, kNever);
+  store_->Close();
 }
 
 TEST_F(SlowStore, RemoveAndClearReachAllTiers) {
@@ -757,7 +897,7 @@ TEST_F(SlowStore, WhatWaitsToBeWrittenIsRemovedToo) {
   EXPECT_EQ(*store_->Remove(std::span(chain).last(1)), 1);
   ASSERT_TRUE(second->Wait(kNever));
   EXPECT_EQ(second->status().code(), StatusCode::kCancelled);
-  // What is being written is waited for.
+  // What is being written is waited for. What was not hears of it at once.
   std::thread remover([&] { EXPECT_EQ(*store_->Remove(std::span(chain).first(1)), 1); });
   clock_->AwaitWaiters(2);  // the write, and the remover
   clock_->Advance(2000 * kMs);
@@ -765,6 +905,21 @@ TEST_F(SlowStore, WhatWaitsToBeWrittenIsRemovedToo) {
   redis_->Change([](auto& script) { script = {}; });
   EXPECT_EQ(*store_->Clear(keys_), 0);
   EXPECT_EQ(Fetch(tokens)->ready(), 0);
+}
+
+TEST_F(SlowStore, APutHearsThatItsChunkWasRemovedBeforeTheRemoverWaits) {
+  Open({.disk = false, .redis = true});
+  redis_->Change([](auto& script) { script.hold_writes = true; });
+  const auto tokens = TokensFrom(0, 8);
+  Put(tokens, 0);
+  redis_->AwaitHeld(1);
+  const auto second = Put(tokens, 1);
+  std::thread remover([&] { EXPECT_EQ(*store_->Remove(Chain(tokens)), 2); });
+  clock_->AwaitWaiters(3);  // the write, the remover, and the thread that looks after RAM
+  EXPECT_TRUE(second->done());
+  redis_->Change([](auto& script) { script.hold_writes = false; });
+  remover.join();
+  EXPECT_EQ(second->status().code(), StatusCode::kCancelled);
 }
 
 TEST_F(SlowStore, WhatIsOnItsWayIsNotKeptOnceItIsRemoved) {

@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/testing/fake_clock.h"
@@ -254,6 +256,12 @@ TEST_F(MemoryStore, PutRefusesWhatIsNotOfTheKeySpace) {
             StatusCode::kIncompatible);
   EXPECT_EQ(code(keys_, ChunkBuffer(100)), StatusCode::kCorrupt);
   EXPECT_EQ(code(keys_, TestChunk(keys_, tokens, 0), {.priority = 101}), StatusCode::kBadArgument);
+  // One that costs for ever would stay for ever, and so would all that come after it.
+  for (const double wrong :
+       {-1.0, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_EQ(code(keys_, TestChunk(keys_, tokens, 0), {.recompute_seconds = wrong}),
+              StatusCode::kBadArgument);
+  }
   ChunkBuffer damaged = TestChunk(keys_, tokens, 0);
   damaged.bytes()[20] ^= std::byte{1};
   EXPECT_EQ(code(keys_, std::move(damaged)), StatusCode::kCorrupt);
@@ -348,6 +356,18 @@ TEST_F(MemoryStore, AClosedStoreAnswersClosed) {
   EXPECT_EQ(store_->List(TierKind::kRam).status().code(), StatusCode::kClosed);
   store_.reset();
   EXPECT_TRUE(IsTestChunk(*fetch->chunk(0), KeyOf(tokens)[0]));
+}
+
+// There is always a move in a busy store: a remover that waits for all of them waits for ever.
+TEST(Removals, MovesThatBeganSinceAreNotWaitedFor) {
+  Removals removals;
+  auto before = std::make_unique<Removals::Move>(removals);
+  const Removals::Scope scope(removals, {});
+  const Removals::Move since = removals.BeginMove();
+  std::thread remover([&] { scope.AwaitMoves(); });
+  before.reset();
+  remover.join();
+  scope.AwaitMoves();
 }
 
 TEST(ChunkStoreOpen, OptionsAreChecked) {

@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "base/guard.h"
+
 namespace quire {
 namespace {
 
@@ -52,7 +54,7 @@ Status WriteQueue::Push(const KeptChunk& kept, std::shared_ptr<PutState> put) {
   }
   // Under the lock: a chunk that was written leaves the queue after the tier knows it, so that it
   // is found either there or here.
-  if (tier_->tier->Knows(kept.id) == 1) {
+  if (tier_->tier->IsStored(kept.id)) {
     ++tier_->deduplicated;
     if (put != nullptr) put->Report({});
     return {};
@@ -94,10 +96,19 @@ int64_t WriteQueue::bytes() const {
   return bytes_;
 }
 
+void WriteQueue::SetExpiry(const ChunkKey& key, int64_t expires_ms) {
+  const std::lock_guard lock(mutex_);
+  for (auto& [number, job] : jobs_)
+    if (job.kept.id.key == key) job.kept.expires_ms = ExpiryBeside(*job.kept.chunk, expires_ms);
+}
+
 bool WriteQueue::Forget(const Removals::Scope& removal, int64_t until_ns) {
+  const Status removed(StatusCode::kCancelled,
+                       "ChunkStore::Put: the chunk was removed before it was written to " +
+                           std::string(TierName(tier_->kind)));
   std::unique_lock lock(mutex_);
   std::vector<Jobs::node_type> forgotten;
-  forgotten.reserve(jobs_.size());
+  forgotten.reserve(jobs_.size());  // nothing fails from here on
   const uint64_t last = last_;
   for (auto at = jobs_.begin(); at != jobs_.end();) {
     const auto job = at++;
@@ -109,17 +120,14 @@ bool WriteQueue::Forget(const Removals::Scope& removal, int64_t until_ns) {
     forgotten.push_back(jobs_.extract(job));
   }
   changed_.notify_all();
-  const bool is_settled = WaitUntil(*clock_, changed_, lock, until_ns, [&] {
+  lock.unlock();
+  for (Jobs::node_type& job : forgotten) Finish(job.mapped(), removed);
+  forgotten.clear();
+  lock.lock();
+  return WaitUntil(*clock_, changed_, lock, until_ns, [&] {
     return std::none_of(jobs_.begin(), jobs_.upper_bound(last),
                         [&](const auto& job) { return removal.Covers(job.second.kept.id); });
   });
-  lock.unlock();
-  for (Jobs::node_type& job : forgotten) {
-    Finish(job.mapped(), Status(StatusCode::kCancelled,
-                                "ChunkStore::Put: the chunk was removed before it was written to " +
-                                    std::string(TierName(tier_->kind))));
-  }
-  return is_settled;
 }
 
 bool WriteQueue::Drain(int64_t until_ns) {
@@ -197,17 +205,36 @@ void WriteQueue::WriteSome(Batch& batch, std::unique_lock<std::mutex>& lock) noe
   }
   lock.lock();
   for (size_t i = 0; i < batch.numbers.size(); ++i) {
-    Jobs::node_type job = jobs_.extract(batch.numbers[i]);
+    Status status = all.ok() ? outcomes[i] : all;
+    const auto at = jobs_.find(batch.numbers[i]);
+    const KeptChunk& kept = at->second.kept;
+    // Its time may be set until it has left the queue; from then on it is found in the tier.
+    for (int64_t set_ms = 0; status.ok() && kept.expires_ms != set_ms;) {
+      set_ms = kept.expires_ms;
+      lock.unlock();
+      status = SetExpiryInTier(kept.id.key, set_ms);
+      lock.lock();
+    }
+    Jobs::node_type job = jobs_.extract(at);
     by_id_.erase(job.mapped().kept.id);
     bytes_ -= BytesOf(job.mapped().kept);
     lock.unlock();
-    const Status& status = all.ok() ? outcomes[i] : all;
     tier_->Count(status);
     Finish(job.mapped(), status);
     job = {};
     lock.lock();
   }
   changed_.notify_all();
+}
+
+// The chunk was just written. One that would stay for longer than it may is removed.
+Status WriteQueue::SetExpiryInTier(const ChunkKey& key, int64_t expires_ms) noexcept {
+  return GuardEntry([&]() -> Status {
+    const int64_t deadline_ns = clock_->SteadyNs() + tier_->io_timeout_ns;
+    Status status = tier_->tier->SetExpiry(key, expires_ms, deadline_ns);
+    if (!status.ok()) static_cast<void>(tier_->tier->Remove(key, deadline_ns));
+    return status;
+  });
 }
 
 void WriteQueue::Finish(Job& job, const Status& status) noexcept {

@@ -33,6 +33,8 @@ class WriteQueue {
   void CountDropped() noexcept { ++tier_->dropped_writes; }
   bool Has(const ChunkId& id) const;
   int64_t bytes() const;
+  // The tier gets the chunk, if it waits, with this end of its time; 0 = none but its own.
+  void SetExpiry(const ChunkKey& key, int64_t expires_ms);
   // Drops what is being removed (Cancelled), and waits until none of it is being written. False:
   // some of it still is.
   bool Forget(const Removals::Scope& removal, int64_t until_ns);
@@ -58,6 +60,7 @@ class WriteQueue {
   void Run(Batch& batch) noexcept;
   void TakeSome(Batch& batch) noexcept;
   void WriteSome(Batch& batch, std::unique_lock<std::mutex>& lock) noexcept;
+  Status SetExpiryInTier(const ChunkKey& key, int64_t expires_ms) noexcept;
   void Finish(Job& job, const Status& status) noexcept;
 
   SlowTier* const tier_;
