@@ -22,7 +22,7 @@ Status StartThread(const char* what, std::thread* thread, F&& run) {
   } catch (const std::system_error& error) {
     return Status(StatusCode::kUnavailable,
                   std::string("the system gives no thread for ") + what + ": " + error.what() +
-                      "; raise the limit of processes (ulimit -u, pids.max), or let fewer connect");
+                      "; raise the limit of processes (ulimit -u, pids.max), or let fewer run");
   }
   return Status();
 }
