@@ -38,7 +38,8 @@ OPEN_PATHS = _PROBES | frozenset(PAGE_FILES)
 STRANGER = Tenant("?")
 """Of a request to an open path that has no valid key."""
 
-_QUIET_PATHS = _PROBES | {"/metrics"}  # asked every few seconds; only their failures are logged
+# Asked every few seconds, or by anybody as often as he likes; only their failures are logged.
+_QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 _PLACES = 12  # of an error, in the log
 _WRONG_KEYS = "wrong_keys"  # the limit, and the code of those that met it
 
@@ -147,10 +148,11 @@ class Guard:
         self._service.metrics.note_request(route, status or 499)
         if path in _QUIET_PATHS and status is not None and status < 400:
             return
-        if call.facts.get("error") == _WRONG_KEYS:
+        error = call.facts.get("error", "open_path")
+        if call.tenant is STRANGER and (path in OPEN_PATHS or error == _WRONG_KEYS):
             now = asyncio.get_running_loop().time()
             address = address_key(scope["client"])
-            self._refusals.note(_WRONG_KEYS, status or 499, call.id, address, now)
+            self._refusals.note(error, status or 499, call.id, address, now)
             return
         facts: dict[str, Any] = {"id": call.id, "key": call.tenant.name, "method": scope["method"]}
         facts |= {"path": path[:128], "status": status or 499, "seconds": round(seconds, 4)}

@@ -306,6 +306,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.transport = _AnswerTransport(self.transport, self._end_answer)  # type: ignore[assignment]
         if cycle.scope["http_version"] != "1.1":
             app = _until_closed(app, cycle)
         super()._start_asgi_task(cycle, app)
@@ -410,15 +411,21 @@ class LimitedProtocol(HttpToolsProtocol):
         self._running.disconnected = True
         self._running.message_event.set()
 
+    def _end_answer(self) -> None:
+        """An answer is over, and with it the connection."""
+        if self._in_body and self.cycle is self._running:  # of what is left some may be on its way
+            self._closing = True
+            self._end_connection()
+        else:
+            self.transport.close()
+
     def _end_connection(self) -> None:
         """Closes once the client has had time to take what was written: a reset, which unread bytes
         cause, could overtake it."""
         if self.transport.is_closing():
             return
-        if not self.transport.can_write_eof():  # TLS
-            self._close()
-            return
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
         self._start_read_timer(_LINGER_SECONDS, self._close)
 
     # ---- Timers
@@ -436,6 +443,18 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+
+class _AnswerTransport:
+    """What an answer has of its connection.
+
+    close: in the place of the connection's own.
+    """
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 def _until_closed(app: Any, cycle: RequestResponseCycle) -> Any:

@@ -8,9 +8,12 @@ import contextlib
 import gc
 import io
 import json
+import ssl
+import subprocess
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -514,6 +517,57 @@ def test_a_connection_that_idles_holds_nothing_of_its_last_request() -> None:
 
     with _without_collector():
         asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+@pytest.mark.parametrize("length", [100_000, 1 << 30])
+@pytest.mark.parametrize("tls", [False, True])
+def test_an_answer_before_the_body_leaves_time_to_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: bool, length: int
+) -> None:
+    """The connection was closed at once where the answer or the client asked for that, and always
+    with TLS: the rest of the body made the system reset it, and a client may lose what it was told,
+    such as a 503 with its `retry-after`."""
+    monkeypatch.setattr(protocol, "_LINGER_SECONDS", 2 * DEADLINE)
+    served, trusted = certificates(tmp_path) if tls else (None, None)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"2"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def run() -> None:
+        config = uvicorn.Config(app, log_config=None, lifespan="off", interface="asgi3")
+        config.load()
+        connection = _protocol(config, ServerState())
+        loop = asyncio.get_running_loop()
+        listening = await loop.create_server(lambda: connection, "127.0.0.1", 0, ssl=served)
+        async with listening as server:
+            port = server.sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted)
+            writer.write(b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\nx" % length)
+            begin = await reader.readuntil(b"\r\n\r\n")
+            assert begin.startswith(b"HTTP/1.1 413" if length > 1 << 20 else b"HTTP/1.1 503")
+            for _ in range(3):  # what was on its way
+                assert not connection.transport.is_closing()
+                writer.write(b"x" * 1000)
+                await writer.drain()
+            writer.close()
+            while connection in connection.connections:
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def certificates(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of a server at 127.0.0.1, and of its clients."""
+    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-keyout", key, "-out", cert, "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    served.load_cert_chain(cert, key)
+    return served, ssl.create_default_context(cafile=cert)
 
 
 def test_an_address_holds_no_more_connections_by_being_refused(

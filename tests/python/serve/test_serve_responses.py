@@ -141,6 +141,17 @@ def test_the_oldest_make_room() -> None:
             kept.get("ann", id)
 
 
+def test_a_conversation_is_no_longer_than_a_body() -> None:
+    """Calls that no template reads count as no tokens: a few turns made 64 MiB, which held the
+    event loop for a second with each turn."""
+    kept = KeptResponses(Limits(body_bytes=1000))
+    kept.put("ann", "a", [{"content": "x" * 900}])
+    kept.put("ann", "b", [{"content": "x" * 990}])
+    assert kept.get("ann", "a") and kept.count == 1
+    with pytest.raises(Problem, match="more than 1000 bytes"):
+        kept.get("ann", "b")
+
+
 def test_an_id_that_comes_twice_counts_once() -> None:
     """420 puts of one id once left room for nothing else, for all tenants."""
     kept = KeptResponses(Limits(responses=10, responses_bytes=10_000))

@@ -96,11 +96,15 @@ def test_an_address_may_send_a_few_wrong_keys(tiny: TinyModel, keys_file: Path) 
         assert server.request("GET", "/health", authorization="Bearer wrong")[0] == 200
         while server.metrics().get('quire:http_limit_total{limit="wrong_keys"}', 0) < 50:
             ask("Bearer wrong")
+        # What anybody may ask for has no lines that fill a disk, either.
+        assert server.request("GET", "/page.css", authorization="none")[0] == 200
+        assert server.request("POST", "/health", {}, authorization="none")[0] == 405
         server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **{"x-request-id": "end"})
         server.wait_log(lambda line: line.get("id") == "end")
+        assert {line["status"] for line in server.log if line.get("key") == "?"} == {401}
         refused = [line for line in server.log if line["event"] == "refused"]
         assert refused[0]["error"] == "wrong_keys" and refused[0]["address"] == "127.0.0.1"
-        assert not [line for line in server.log if line.get("status") == 429 and line not in refused]
+        assert {line["status"] for line in refused} == {405, 429}
 
 
 def _cached(server: Server, key: str, text: str, **fields: str) -> int:
