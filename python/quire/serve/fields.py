@@ -171,9 +171,10 @@ class Fields:
     def refuse_unknown(self) -> None:
         """Problem (400) for a field that nobody has read, whether or not the server is strict:
         without it the object would say something else."""
-        for name in self.unknown():
+        unknown = self.unknown()
+        if unknown:
             known = ", ".join(sorted(self._read))
-            raise unknown_field(name, f"; {self._path} may have {known}")
+            raise unknown_field(unknown[0], f"; {self._path} may have {known}")
 
 
 def unknown_field(name: str, more: str = "") -> Problem:

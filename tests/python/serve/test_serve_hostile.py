@@ -225,7 +225,7 @@ def test_a_stream_for_http_1_0_ends_with_its_connection(
     assert b"transfer-encoding" not in headers and b"connection: close" in headers
     # Each line is an event's.
     assert all(line.startswith((b"data: ", b"event: ")) for line in content.split(b"\n") if line)
-    assert content.count(b"data: ") > 5 and content.endswith(b"\n\n")
+    assert content.count(b"data: ") >= 2 and content.endswith(b"\n\n")
 
 
 def test_other_answers_for_http_1_0_have_their_length(strict: Server) -> None:
@@ -259,7 +259,7 @@ def test_a_refusal_of_the_protocol_has_an_id_and_a_line(tiny: TinyModel) -> None
         "header_count": (431, long % 2 + b"x: y\r\n" * 101 + b"\r\n"),
         "http": (400, b"GET / HTTP/1.1\r\na : b\r\n\r\n"),
         "body_bytes": (413, head("/v1/messages", 1 << 30, "x-request-id: mine-3")),
-        "header_seconds": (408, long % 4),
+        "header_seconds": (408, long % 4 + b"a: b\r\nc"),
         "body_seconds": (408, head("/v1/completions", 1000, "x-request-id: mine-5") + b"{"),
     }
     with running(tiny.directory, *near) as server:
