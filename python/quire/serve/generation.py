@@ -310,7 +310,7 @@ def text_of_content(entry: Fields, field: str) -> str | None:
 
 
 def text_of_part(part: Fields) -> str:
-    """Of a part that is a text. Problem (400), by name, for others."""
+    """The text of a part that is one. Problem (400), by name, for others."""
     kind = part.any("type")
     if kind not in _TEXT_PARTS:
         raise unsupported_content(part)

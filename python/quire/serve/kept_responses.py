@@ -79,8 +79,8 @@ class KeptResponses:
         if own is None or id not in own.kept:
             raise Problem(
                 404,
-                f"there is no response {id[:80]!r}: it was not stored, made room for others, or had "
-                f"more than {self._limits.body_bytes} bytes with all that came before",
+                f"there is no response {id[:80]!r}: it was not stored, made room for others, or "
+                f"had more than {self._limits.body_bytes} bytes with all that came before",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )

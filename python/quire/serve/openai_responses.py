@@ -29,7 +29,7 @@ from quire.serve.tools import Tools, read_tools
 
 __all__ = ["handle"]
 
-# Of the fields that a response repeats: as objects, and in the two events that begin a stream.
+# Fields that a response repeats are there as objects, and in the two events that begin a stream.
 _ECHO_COPIES = 4
 
 

@@ -54,8 +54,9 @@ class ConnectionBook:
         return None
 
     def is_flooded_by(self, address: str) -> bool:
-        """Whether an address has so many connections that one more is closed without a word: those
-        that are told why stay open until they know, and all addresses share what may be open."""
+        """Whether an address has more than twice its limit, and its newest connection is closed
+        without a word: those that are told why stay open until they know, and all addresses share
+        what may be open."""
         return self.per_address[address] > 2 * self.limits.connections_per_address
 
     def remove(self, address: str) -> None:
@@ -401,7 +402,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_connection()
 
     def _request_id(self) -> str:
-        """Of the request that is read; of one whose headers have not ended, as far as they came."""
+        """The id of the request that is read, by its headers as far as they came."""
         known = {} if self.scope is None else self.scope["state"]
         return known.get("request_id") or request_id(self.headers or ())
 

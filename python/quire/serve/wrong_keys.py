@@ -20,7 +20,7 @@ class WrongKeys:
     """For the event loop's thread.
 
     Args:
-        most: that an address may send at once; so many are forgotten in a minute.
+        most: that an address may send at once; the same number is forgotten in a minute.
     """
 
     def __init__(self, most: int) -> None:
@@ -31,7 +31,7 @@ class WrongKeys:
 
     def note(self, address: str, now: float) -> int | None:
         """Counts a request. None: it is not one too many; else the seconds until there is room for
-        one more. One that is too many does not count, so that who waits has room then."""
+        one more. One that is too many does not count: there is room after that time."""
         count, since = self._counts.pop(address, (0.0, now))
         count = max(0.0, count - (now - since) * self._most / _MINUTE)
         is_too_many = count > self._most - 1
