@@ -47,7 +47,7 @@ struct EngineLoopOptions {
 class EngineLoop {
  public:
   // The engine is the loop's from now on. BadArgument for a missing engine or sink, an engine with
-  // requests, or an option by name and value; OutOfMemory if the system has no thread to give.
+  // requests, or an option by name and value; Unavailable if the system has no thread to give.
   static Result<std::unique_ptr<EngineLoop>> Create(std::unique_ptr<Engine> engine,
                                                     std::shared_ptr<StepSink> sink,
                                                     const EngineLoopOptions& options = {});

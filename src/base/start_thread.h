@@ -16,7 +16,7 @@ namespace quire {
 inline Status NoThread(const char* what, const std::system_error& error) {
   return Status(StatusCode::kUnavailable,
                 std::string("the system gives no thread for ") + what + ": " + error.what() +
-                    "; raise the limit of processes (ulimit -u, pids.max), or let fewer connect");
+                    "; raise the limit of processes (ulimit -u, pids.max), or let fewer run");
 }
 
 // Starts `run` as a thread that takes no signals. Unavailable when the system has none to give;

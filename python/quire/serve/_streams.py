@@ -82,7 +82,7 @@ class Answer:
     """A submitted request, of one prompt or several: its deltas, then its result. Samples are
     numbered through all prompts.
 
-    key: of the client. prompt_tokens: of all prompts.
+    key: of the client. prompt_ids: the tokens of the first prompt; prompt_tokens: of all prompts.
     submitted, first_token: times of the event loop's clock in seconds; the latter None before it.
     measured: whether the server's metrics count it. result: set with the last delta.
     held_bytes: of memory, about: of what `next` has not given, and of what is kept for the result.
@@ -98,6 +98,7 @@ class Answer:
         key: str = "",
     ) -> None:
         self.key = key
+        self.prompt_ids = opened[0].prompt_ids
         self.prompt_tokens = sum(stream.prompt_tokens for stream in opened)
         self.submitted = now
         self.measured = measured
@@ -112,11 +113,6 @@ class Answer:
         self._unread_bytes = 0  # of these, about
         self._error: BaseException | None = None
         self._news = asyncio.Event()
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        """The tokens of the first prompt."""
-        return self._opened[0].prompt_ids
 
     @property
     def cached_tokens(self) -> int:
@@ -280,15 +276,20 @@ class Streams:
         key: str = "",
         measured: bool = True,
         keep: bool = True,
+        held_bytes: int = 0,
     ) -> Answer:
         """Checks, tokenizes and submits all prompts or none; raises QuireError and TypeError as
-        Engine.stream. key: whose turn it takes. keep: as there."""
+        Engine.stream. key: whose turn it takes. keep: as there. held_bytes: that others keep for
+        the answer until it is closed."""
         work = (self._open_all, prompts, options, keep)
         opened = await self._turns.run(key, *work, unwanted=_close_all)
         answer = Answer(self, opened, self._loop.time(), measured, keep, key)
         self.answers[answer] = None
         self.holders[answer] = None
-        self._poll(answer, self._loop.time())
+        answer._hold(held_bytes)
+        self._keep_total()
+        if answer in self.answers:  # else it was given up for others
+            self._poll(answer, self._loop.time())
         return answer
 
     def _open_all(
@@ -377,6 +378,10 @@ class Streams:
         if answer.is_unread:
             message = f"the client did not take its answer: more than {limits.unread_bytes} bytes"
             answer.give_up(self._refuse("unread_bytes", 408, f"{message} of it waited"))
+        self._keep_total()
+
+    def _keep_total(self) -> None:
+        limits = self.limits
         while self.held_bytes > limits.answers_bytes:
             message = f"answers take more than {limits.answers_bytes} bytes, and this one most"
             self._largest().give_up(self._refuse("answers_bytes", 503, message))

@@ -53,7 +53,13 @@ def _read_counted(fields: Fields, service: Service) -> Callable[[], list[int]]:
     messages = _read_messages(fields, service)
     documents = read_documents(fields, messages, service.limits).get("documents", ())
     texts = () if documents == "auto" else documents
-    tools = _read_tools(fields, service, read_inner_format(fields, "output_config"))
+    fields.ignore("cache_control", "thinking")  # which change nothing of the prompt
+    config = fields.object("output_config")
+    wanted = read_inner_format(fields, "output_config", config)
+    if config is not None:
+        config.ignore("effort")
+        fields.leave(config)
+    tools = _read_tools(fields, service, wanted)
     variables = {} if tools is None else {"tools": tools.entries}
     tokenizer = service.engine.tokenizer
     return lambda: compose_chat(tokenizer, messages, texts, variables).ids
@@ -64,7 +70,7 @@ def _read(fields: Fields, service: Service) -> Generation:
     max_tokens = common.read_max_tokens(fields, "max_tokens")
     if max_tokens is None:
         fields.refuse("max_tokens", "an integer of at least 0")
-    wanted = read_inner_format(fields, "output_config")
+    wanted = _read_config(fields)
     tools = _read_tools(fields, service, wanted)
     options = common.read_sampling(fields, service.limits, service.facts)
     fields.only("kv_transfer_params")
@@ -76,14 +82,10 @@ def _read(fields: Fields, service: Service) -> Generation:
         options["stop"] = stop
     if tools is not None:
         options["template_args"] = {"tools": tools.entries}
-    thinking = fields.object("thinking")
-    if thinking is not None:
-        thinking.only("type", "disabled")
-    config = fields.object("output_config")
-    if config is not None:
-        config.only("effort")
+    fields.ignore("cache_control")
     fields.only("mcp_servers", [])
     fields.only("container")
+    fields.only("speed", "standard")
     messages = _read_messages(fields, service)
     options |= read_documents(fields, messages, service.limits)
     if messages[-1]["role"] == "assistant":
@@ -101,6 +103,20 @@ def _read(fields: Fields, service: Service) -> Generation:
         tool_parser=None if tools is None else service.tool_parser,
         reads_samples=stop is not None,  # which of them ended the answer
     ).hold(wanted if tools is None else tools.answer)
+
+
+def _read_config(fields: Fields) -> Wanted | None:
+    """What the answer must look like."""
+    thinking = fields.object("thinking")
+    if thinking is not None:
+        thinking.only("type", "disabled")
+        fields.leave(thinking)
+    config = fields.object("output_config")
+    wanted = read_inner_format(fields, "output_config", config)
+    if config is not None:
+        config.only("effort")
+        fields.leave(config)
+    return wanted
 
 
 # ---- Prompts
@@ -133,21 +149,19 @@ def _of_entry(entry: Fields, role: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for block in entry.objects("content", _BLOCKS_MAX) or []:
         kind = block.any("type")
+        if kind in ("thinking", "redacted_thinking"):  # of earlier answers; no template's
+            continue
         if kind == "text":
-            text = block.text("text")
-            if text is None:
-                block.refuse("text", "a text")
-            parts.append({"type": "text", "text": text})
+            parts.append({"type": "text", "text": common.text_of_part(block)})
         elif kind == "document":
             parts.append(common.document_part(block))
         elif kind == "tool_use":
             calls.append(_tool_use(block))
         elif kind == "tool_result":
-            content = common.content_of(block, "content")
-            id = block.text("tool_use_id", 256) or ""
-            found.append({"role": "tool", "tool_call_id": id, "content": content or ""})
-        elif kind not in ("thinking", "redacted_thinking"):  # of earlier answers; no template's
+            found.append(_tool_result(block))
+        else:
             raise common.unsupported_content(block)
+        entry.leave(block)
     if parts or calls or not found:
         message: dict[str, Any] = {"role": role, "content": common.joined_parts(parts)}
         found.append({**message, "tool_calls": calls} if calls else message)
@@ -160,7 +174,15 @@ def _tool_use(block: Fields) -> dict[str, Any]:
     if not name or not isinstance(arguments, dict):
         block.refuse("input", "an object, beside a name")
     function = {"name": name, "arguments": arguments}
+    block.ignore("caller", *common.CACHE_MARKS)
     return {"id": block.text("id", 256) or "", "type": "function", "function": function}
+
+
+def _tool_result(block: Fields) -> dict[str, Any]:
+    content = common.content_of(block, "content")
+    block.ignore("is_error", *common.CACHE_MARKS)  # the content tells of the error
+    id = block.text("tool_use_id", 256) or ""
+    return {"role": "tool", "tool_call_id": id, "content": content or ""}
 
 
 def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tools | None:
@@ -173,6 +195,8 @@ def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tool
         names = ("name", "description", "strict")
         function = {name: entry.any(name) for name in names}
         tools.append({"type": "function", "function": {**function, "parameters": parameters}})
+        entry.ignore("eager_input_streaming", *common.CACHE_MARKS)
+        fields.leave(entry)
     choice = fields.object("tool_choice")
     found: dict[str, Any] = {"tools": tools or None}
     if choice is not None:
@@ -181,6 +205,7 @@ def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tool
         if kind == "tool":
             found["tool_choice"] = {"type": "function", "name": choice.text("name", 256)}
         found["parallel_tool_calls"] = not choice.boolean("disable_parallel_tool_use")
+        fields.leave(choice)
     inner = Fields(found, aliases={"function": "", "parameters": "input_schema"})
     return read_tools(inner, service.limits, service.tool_parser, service.template, format)
 

@@ -50,7 +50,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 """Method, path and handler of everything that the server answers."""
 
-_EXPOSED_HEADERS = ("x-request-id", "x-quire-ignored", PREFIX_HEADER, "retry-after")
+_EXPOSED_HEADERS = ("x-request-id", "request-id", "x-quire-ignored", PREFIX_HEADER, "retry-after")
 
 
 def make_app(

@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from quire.serve.bounded_json import parse_object
-from quire.serve.fields import Fields
+from quire.serve.fields import Fields, unknown_field
 from quire.serve.problems import Problem
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
@@ -82,6 +82,9 @@ async def read_body(
         # Also what keeps pages of other origins out, which cannot send it without being asked.
         shown = kind[:80] or "missing"
         raise Problem(415, f"content-type is {shown}; it must be application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise Problem(415, f"content-encoding is {coding[:80]}; send the body as it is")
     async with _body_of(request, service) as body:
         if len(body) > _LARGE_BODY_BYTES:
             key = Call.of(request).tenant.name
@@ -127,7 +130,6 @@ def _ignored(fields: Fields, service: Service) -> dict[str, str]:
     if not unknown:
         return {}
     if service.strict:
-        name = unknown[0][:80]
-        raise Problem(400, f"{name} is not a field of this request", param=name)
+        raise unknown_field(unknown[0])
     names = ", ".join(unknown[:16]).encode("ascii", "backslashreplace").decode()
     return {"x-quire-ignored": "".join(c if 32 <= ord(c) < 127 else "?" for c in names)[:512]}

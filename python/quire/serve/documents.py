@@ -80,13 +80,7 @@ def _read_blend(fields: Fields) -> float | str | dict[str, Any] | None:
         "learn": learn,
         "contextual": given.boolean("contextual"),
     }
-    for name in given.unknown():
-        raise Problem(
-            400,
-            f"{name} is not an option of a blend; options are {', '.join(options)}",
-            param=name,
-            code="invalid_value",
-        )
+    given.refuse_unknown()
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from quire.serve.problems import Problem
 
-__all__ = ["Fields", "check_text"]
+__all__ = ["Fields", "check_text", "unknown_field"]
 
 
 class Fields:
@@ -167,6 +167,20 @@ class Fields:
         """Fields that nobody has read."""
         given = (field for field, value in self._values.items() if value is not None)
         return [self.name(field) for field in given if field not in self._read] + self._left
+
+    def refuse_unknown(self) -> None:
+        """Problem (400) for a field that nobody has read, whether or not the server is strict:
+        without it the object would say something else."""
+        unknown = self.unknown()
+        if unknown:
+            known = ", ".join(sorted(self._read))
+            raise unknown_field(unknown[0], f"; {self._path} may have {known}")
+
+
+def unknown_field(name: str, more: str = "") -> Problem:
+    """The refusal of a field that the server does not know."""
+    message = f"{name[:80]} is not a field of this request{more}"
+    return Problem(400, message, param=name, code="invalid_value")
 
 
 def check_text(text: str, name: str) -> int:

@@ -15,6 +15,7 @@ from quire.serve.prefill_pairs import Handover, least_tokens
 from quire.serve.problems import Problem
 
 __all__ = [
+    "CACHE_MARKS",
     "TOKENS_MAX",
     "Content",
     "Generation",
@@ -31,6 +32,7 @@ __all__ = [
     "read_stream",
     "read_template_args",
     "text_of_content",
+    "text_of_part",
     "unsupported_content",
 ]
 
@@ -39,6 +41,10 @@ _PENALTY_MAX = 1e4
 _SALT_BYTES = 4096
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
+"""What clients say in parts about caches of others: here each prefix is found again."""
+# What answers have beside their texts, and what comes back with them in the next turn.
+_TEXT_MARKS = (*CACHE_MARKS, "annotations", "citations", "logprobs")
 _PARTS_MAX = 4096
 
 Content: TypeAlias = str | list[dict[str, Any]]
@@ -78,7 +84,8 @@ class Generation:
     tool_parser: the format of calls in the answer; None: all of it is text. grammar_field: of the
     body, which the `grammar` of the options comes from. reads_samples: whether the end of a stream
     shows something of all of its tokens. prompt_field: of the body, which the prompts come from.
-    handover: the other server of a pair.
+    handover: the other server of a pair. held_bytes: of memory, about, that the view of the answer
+    takes from its beginning.
     """
 
     prompts: list[Prompt]
@@ -93,6 +100,7 @@ class Generation:
     reads_samples: bool = False
     prompt_field: str = "messages"
     handover: Handover = Handover()
+    held_bytes: int = 0
 
     @property
     def keep(self) -> bool:
@@ -153,7 +161,7 @@ def read_sampling(fields: Fields, limits: Limits, facts: ModelFacts) -> dict[str
     fields.only("length_penalty", 1, 1.0)
     fields.only("early_stopping", False)
     fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier")
-    fields.ignore("prompt_cache_key", "prompt_cache_retention")
+    fields.ignore("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
     # vllm-router sends them; nothing is told apart as reasoning here.
     fields.ignore("separate_reasoning", "stream_reasoning", "include_reasoning")
     return {name: value for name, value in options.items() if value is not None}
@@ -168,6 +176,7 @@ def _prediction(fields: Fields) -> str | None:
     text = text_of_content(prediction, "content")
     if text is None:
         prediction.refuse("content", "a text, or a list of text parts")
+    fields.leave(prediction)
     return text or None
 
 
@@ -285,7 +294,7 @@ def _message(entry: Fields) -> dict[str, Any]:
             message[name] = text
     entry.only("audio")
     entry.only("function_call")
-    entry.ignore("refusal", "annotations")
+    entry.ignore("refusal", "annotations", "parsed", *CACHE_MARKS)
     return message
 
 
@@ -293,16 +302,22 @@ def text_of_content(entry: Fields, field: str) -> str | None:
     """A content that is a text, or a list of parts that are. Problem (400), by name, for others."""
     if not isinstance(entry.any(field), list):
         return entry.text(field)
-    return "".join(_text_of_part(part) for part in entry.objects(field, _PARTS_MAX) or [])
+    parts = entry.objects(field, _PARTS_MAX) or []
+    text = "".join(text_of_part(part) for part in parts)
+    for part in parts:
+        entry.leave(part)
+    return text
 
 
-def _text_of_part(part: Fields) -> str:
+def text_of_part(part: Fields) -> str:
+    """The text of a part that is one. Problem (400), by name, for others."""
     kind = part.any("type")
     if kind not in _TEXT_PARTS:
         raise unsupported_content(part)
     text = part.text("refusal" if kind == "refusal" else "text")
     if text is None:
         part.refuse("text", "a text")
+    part.ignore(*_TEXT_MARKS)
     return text
 
 
@@ -310,12 +325,16 @@ def content_of(entry: Fields, field: str) -> Content | None:
     """As text_of_content, but documents may be among the parts."""
     if not isinstance(entry.any(field), list):
         return entry.text(field)
-    return joined_parts(
+    parts = entry.objects(field, _PARTS_MAX) or []
+    found = [
         document_part(part)
         if part.any("type") == "document"
-        else {"type": "text", "text": _text_of_part(part)}
-        for part in entry.objects(field, _PARTS_MAX) or []
-    )
+        else {"type": "text", "text": text_of_part(part)}
+        for part in parts
+    ]
+    for part in parts:
+        entry.leave(part)
+    return joined_parts(found)
 
 
 def joined_parts(parts: Iterable[dict[str, Any]]) -> Content:
@@ -344,11 +363,11 @@ def document_part(part: Fields) -> dict[str, Any]:
     citations = part.object("citations")
     if citations is not None:
         citations.only("enabled", False)
-    part.ignore("cache_control")
-    for unknown in part.unknown():
-        raise Problem(
-            400, f"{unknown[:80]} is not a field of a document", param=unknown, code="invalid_value"
-        )
+        part.leave(citations)
+    if source is not None:
+        part.leave(source)
+    part.ignore(*CACHE_MARKS)
+    part.refuse_unknown()
     return {"type": "document", "text": text}
 
 
@@ -388,4 +407,8 @@ def _tool_calls(entry: Fields) -> list[dict[str, Any]]:
                 "function": {"name": name, "arguments": arguments},
             }
         )
+        call.ignore("index")
+        function.ignore("parsed_arguments")
+        call.leave(function)
+        entry.leave(call)
     return found

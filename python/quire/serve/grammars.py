@@ -88,9 +88,9 @@ def _read_format(fields: Fields, name: str, *, nests: bool) -> Wanted | None:
     return wanted(inner.name("schema"), {"json_schema": schema})
 
 
-def read_inner_format(fields: Fields, name: str) -> Wanted | None:
-    """As `read_wanted`, in APIs that have OpenAI's form as the `format` of another field."""
-    outer = fields.object(name)
+def read_inner_format(fields: Fields, name: str, outer: Fields | None) -> Wanted | None:
+    """As `read_wanted`, in APIs that have OpenAI's form as the `format` of another field. outer:
+    that field."""
     format = None if outer is None else _read_format(outer, "format", nests=False)
     other = read_wanted(fields, None)
     if format is not None and other is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-import secrets
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,10 +18,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire import errors
+from quire.serve.addresses import address_key
 from quire.serve.calls import Call, ClientGone, Log
 from quire.serve.page_routes import PAGE_FILES
 from quire.serve.problems import Problem, defect, from_engine
-from quire.serve.responses import JsonAnswer
+from quire.serve.refusal_log import RefusalLog
+from quire.serve.request_ids import id_headers
+from quire.serve.responses import JsonAnswer, encoded_headers
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
 
@@ -36,9 +38,10 @@ OPEN_PATHS = _PROBES | frozenset(PAGE_FILES)
 STRANGER = Tenant("?")
 """Of a request to an open path that has no valid key."""
 
-_QUIET_PATHS = _PROBES | {"/metrics"}  # asked every few seconds; only their failures are logged
+# Asked every few seconds, or by anybody as often as he likes; only their failures are logged.
+_QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 _PLACES = 12  # of an error, in the log
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_WRONG_KEYS = "wrong_keys"  # the limit, and the code of those that met it
 
 
 class Guard:
@@ -60,6 +63,7 @@ class Guard:
         self._app = app
         self._service = service
         self._log = log
+        self._refusals = RefusalLog(log)
         self._routes = routes
         self._hosts = hosts
 
@@ -68,14 +72,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+        id = scope["state"]["request_id"]
         call = Call(id, self._service.tenants.find(headers) or STRANGER)
-        sender = _Sender(send, id)
+        sender = _Sender(send, id_headers(scope["path"], id))
         begin = asyncio.get_running_loop().time()
         try:
             self._check(scope, headers, call.tenant)
-            scope.setdefault("state", {})["call"] = call
+            scope["state"]["call"] = call
             scope["app"] = self._app  # with it the router raises what it does not find
             await self._app(scope, receive, sender)
         except ClientGone:
@@ -104,9 +107,21 @@ class Guard:
         if path in OPEN_PATHS:
             return
         if tenant is STRANGER:
-            raise Problem(401, "the API key is missing or not valid", code="invalid_api_key")
+            raise self._without_key(scope)
         if self._service.draining:
             raise Problem(503, "the server is ending", code="shutting_down", retry_after=1)
+
+    def _without_key(self, scope: Scope) -> Problem:
+        """What a request without a valid key is told."""
+        now = asyncio.get_running_loop().time()
+        seconds = self._service.wrong_keys.note(address_key(scope["client"]), now)
+        if seconds is None:
+            return Problem(401, "the API key is missing or not valid", code="invalid_api_key")
+        most = self._service.limits.wrong_keys
+        message = f"more than {most} requests a minute without a valid key come from this address"
+        problem = self._service.book.refuse(_WRONG_KEYS, 429, message)
+        problem.retry_after = seconds
+        return problem
 
     async def _tell(
         self,
@@ -119,13 +134,12 @@ class Guard:
         """The problem as the answer; nothing where one has begun: its own end told it."""
         if sender.status is not None:
             return
-        is_anthropic = scope["path"].startswith("/v1/messages")
-        content = what.anthropic() if is_anthropic else what.openai()
         headers = {**what.headers, **(more or {})}
         if what.status == 401:
             headers["www-authenticate"] = "Bearer"
-        if what.code == "shutting_down":
+        if what.code in ("shutting_down", _WRONG_KEYS):
             headers["connection"] = "close"
+        content = what.told_at(scope["path"])
         await JsonAnswer(content, what.status, headers)(scope, receive, sender)
 
     def _note(self, scope: Scope, call: Call, status: int | None, seconds: float) -> None:
@@ -134,23 +148,29 @@ class Guard:
         self._service.metrics.note_request(route, status or 499)
         if path in _QUIET_PATHS and status is not None and status < 400:
             return
+        error = call.facts.get("error", "open_path")
+        if call.tenant is STRANGER and (path in OPEN_PATHS or error == _WRONG_KEYS):
+            now = asyncio.get_running_loop().time()
+            address = address_key(scope["client"])
+            self._refusals.note(error, status or 499, call.id, address, now)
+            return
         facts: dict[str, Any] = {"id": call.id, "key": call.tenant.name, "method": scope["method"]}
         facts |= {"path": path[:128], "status": status or 499, "seconds": round(seconds, 4)}
         self._log.write("info", "request", **facts, **call.facts)
 
 
 class _Sender:
-    """Sends; adds the request's id, and remembers the status. status: None before the answer."""
+    """Sends; adds headers, and remembers the status. status: None before the answer."""
 
-    def __init__(self, send: Send, id: str) -> None:
+    def __init__(self, send: Send, headers: dict[str, str]) -> None:
         self.status: int | None = None
         self._send = send
-        self._id = id
+        self._headers = encoded_headers(headers)
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self._id.encode())]
+            message["headers"] = [*message["headers"], *self._headers]
         await self._send(message)
 
 

@@ -33,7 +33,8 @@ class _Own:
 
 
 class KeptResponses:
-    """Conversations by the id of their last response. A tenant finds its own alone.
+    """Conversations by the id of their last response. A tenant finds its own alone. One that is
+    longer than a body may be is not kept: to read it would hold the event loop.
 
     Where there are too many, or too many bytes, the tenant with the most of them gives up its
     oldest ones. So no tenant loses what is within an equal part of the limits, whatever others do.
@@ -44,9 +45,11 @@ class KeptResponses:
         self._tenants: dict[str, _Own] = {}
 
     def put(self, tenant: str, id: str, messages: Messages) -> None:
+        text = json.dumps(messages, separators=(",", ":"))  # in ASCII: a byte per character
+        if len(text) > self._limits.body_bytes:
+            return
         own = self._tenants.setdefault(tenant, _Own())
         own.remove(id)
-        text = json.dumps(messages, separators=(",", ":"))  # in ASCII: a byte per character
         own.kept[id] = text
         own.bytes += len(text)
         while self.count > self._limits.responses:
@@ -76,7 +79,8 @@ class KeptResponses:
         if own is None or id not in own.kept:
             raise Problem(
                 404,
-                f"there is no response {id[:80]!r}: it was not stored, or made room for others",
+                f"there is no response {id[:80]!r}: it was not stored, made room for others, or "
+                f"had more than {self._limits.body_bytes} bytes with all that came before",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )

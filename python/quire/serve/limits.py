@@ -17,6 +17,7 @@ class Limits:
         body_grace_seconds.
     bodies_bytes: of all bodies that are being read or parsed; a key has at most a half of it.
     connections, connections_per_address: those of IPv6 are counted per /64.
+    wrong_keys: requests without a valid API key that an address may send at once, and in a minute.
     idle_seconds: of a connection without a request.
     pipelined: requests of one connection that wait for the one in work.
     write_buffer_bytes: answers that the client has not taken; one that takes nothing of them for
@@ -46,6 +47,7 @@ class Limits:
     bodies_bytes: int = 256 << 20
     connections: int = 10_000
     connections_per_address: int = 256
+    wrong_keys: int = 60
     idle_seconds: float = 75.0
     pipelined: int = 16
     write_buffer_bytes: int = 256 << 10

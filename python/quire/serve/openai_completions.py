@@ -143,13 +143,20 @@ class _CompletionView(View):
         for token in tokens:
             offsets.append(self._lengths.get(delta.sample, 0))
             self._lengths[delta.sample] = offsets[-1] + len(token)
-        best = [{self._texts.text(id): value for id, value in top} for top in delta.top_logprobs]
+        best = [self._best(top) for top in delta.top_logprobs]
         return {
             "tokens": tokens,
             "token_logprobs": delta.logprobs,
             "top_logprobs": best or None,
             "text_offset": offsets,
         }
+
+    def _best(self, top: list[tuple[int, float]]) -> dict[str, float]:
+        """By text: of tokens that have the same one the likeliest, which comes first."""
+        found: dict[str, float] = {}
+        for id, value in top:
+            found.setdefault(self._texts.text(id), value)
+        return found
 
     def end(self, result: Result) -> Iterable[bytes]:
         if self.generation.include_usage:

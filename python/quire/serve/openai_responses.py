@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -27,6 +28,9 @@ from quire.serve.tool_parser import ToolParser, call_id
 from quire.serve.tools import Tools, read_tools
 
 __all__ = ["handle"]
+
+# Fields that a response repeats are there as objects, and in the two events that begin a stream.
+_ECHO_COPIES = 4
 
 
 async def handle(request: Request, service: Service) -> Any:
@@ -63,7 +67,7 @@ def _read(fields: Fields, service: Service) -> _Asked:
     previous = fields.text("previous_response_id", 256)
     messages = _read_input(fields, service)
     instructions = fields.text("instructions")
-    wanted = read_inner_format(fields, "text")
+    wanted = _read_text(fields)
     tools = _read_tools(fields, service, wanted)
     options = common.read_sampling(fields, service.limits, service.facts)
     fields.only("kv_transfer_params")
@@ -96,7 +100,9 @@ def _read(fields: Fields, service: Service) -> _Asked:
         common.read_salt(fields),
         fields.boolean("stream"),
         tool_parser=None if tools is None else service.tool_parser,
+        reads_samples=True,  # the last event repeats the text
         prompt_field="input",
+        held_bytes=_ECHO_COPIES * len(json.dumps(echo)),
     ).hold(wanted if tools is None else tools.answer)
     store = fields.boolean("store", True)
     return _Asked(service, generation, system, messages, store, echo, previous)
@@ -118,13 +124,24 @@ def _is_entry(entry: tuple[str, Any]) -> bool:
     return len(name) <= 64 and isinstance(value, str) and len(value) <= 512
 
 
-def _refuse_what_is_not_there(fields: Fields) -> None:
+def _read_text(fields: Fields) -> Wanted | None:
+    """What the answer must look like."""
     text = fields.object("text")
+    wanted = read_inner_format(fields, "text", text)
     if text is not None:
         text.only("verbosity", "medium")
+        fields.leave(text)
+    return wanted
+
+
+def _refuse_what_is_not_there(fields: Fields) -> None:
+    options = fields.object("stream_options")
+    if options is not None:
+        options.ignore("include_obfuscation")
+        fields.leave(options)
     fields.only("truncation", "disabled")
     fields.only("background", False)
-    fields.only("include", [])
+    fields.only("include", [], ["reasoning.encrypted_content"])  # no answer has any
     fields.only("conversation")
     fields.only("prompt")
     fields.only("reasoning")
@@ -140,14 +157,19 @@ def _read_input(fields: Fields, service: Service) -> Messages:
     entries = fields.objects("input", service.limits.messages) if isinstance(value, list) else None
     if not entries:
         fields.refuse("input", f"a text, or a list of 1 to {service.limits.messages} items")
-    return [message for entry in entries for message in _of_item(entry)]
+    messages = [message for entry in entries for message in _of_item(entry)]
+    for entry in entries:
+        fields.leave(entry)
+    return messages
 
 
 def _of_item(entry: Fields) -> Messages:
     kind = entry.choice(
         "type", ("message", "function_call", "function_call_output", "reasoning"), "message"
     )
-    if kind == "reasoning":
+    entry.ignore("id", "status")  # of an answer, of which the item was a part
+    if kind == "reasoning":  # no template has a place for it
+        entry.ignore("summary", "content", "encrypted_content")
         return []
     if kind == "function_call_output":
         output = common.content_of(entry, "output") or ""
@@ -155,6 +177,7 @@ def _of_item(entry: Fields) -> Messages:
         return [{"role": "tool", "tool_call_id": call_id, "content": output}]
     if kind == "function_call":
         name, arguments = entry.text("name", 256), entry.text("arguments")
+        entry.ignore("caller")
         try:
             value = parse_object((arguments or "{}").encode())
         except Problem:
@@ -165,6 +188,7 @@ def _of_item(entry: Fields) -> Messages:
         return [{"role": "assistant", "content": "", "tool_calls": calls}]
     role = entry.choice("role", ("user", "assistant", "system", "developer"), "")
     content = common.content_of(entry, "content")
+    entry.ignore("phase")
     if not role or content is None:
         entry.refuse("role", "user, assistant, system or developer, beside a content")
     return [{"role": "system" if role == "developer" else role, "content": content}]
@@ -177,10 +201,14 @@ def _read_tools(fields: Fields, service: Service, format: Wanted | None) -> Tool
         entry.only("type", "function")
         names = ("name", "description", "parameters", "strict")
         tools.append({"type": "function", "function": {name: entry.any(name) for name in names}})
+        entry.ignore(*common.CACHE_MARKS)
+        fields.leave(entry)
     choice, parallel = fields.any("tool_choice"), fields.any("parallel_tool_calls")
     found = {"tools": tools or None, "tool_choice": choice, "parallel_tool_calls": parallel}
     inner = Fields(found, aliases={"function": ""})
-    return read_tools(inner, service.limits, service.tool_parser, service.template, format)
+    read = read_tools(inner, service.limits, service.tool_parser, service.template, format)
+    fields.leave(inner)
+    return read
 
 
 class _ResponseView(View):

@@ -84,6 +84,10 @@ class Problem(Exception):
         where = f"{self.param}: " if self.param and self.param not in self.message else ""
         return {"type": "error", "error": {"type": kind, "message": where + self.message}}
 
+    def told_at(self, path: str) -> dict[str, object]:
+        """The body, in the form of the API that has the path."""
+        return self.anthropic() if path.startswith("/v1/messages") else self.openai()
+
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}

@@ -9,7 +9,6 @@ in the middle of one; else the connection is closed after that answer.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import socket
 from collections.abc import Callable
@@ -22,8 +21,10 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from quire.serve.addresses import address_key
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
+from quire.serve.request_ids import id_headers, request_id
 
 __all__ = ["ConnectionBook", "LimitedProtocol"]
 
@@ -52,6 +53,12 @@ class ConnectionBook:
             return self.refuse("connections_per_address", 429, message)
         return None
 
+    def is_flooded_by(self, address: str) -> bool:
+        """Whether an address has more than twice its limit, and its newest connection is closed
+        without a word: those that are told why stay open until they know, and all addresses share
+        what may be open."""
+        return self.per_address[address] > 2 * self.limits.connections_per_address
+
     def remove(self, address: str) -> None:
         self.open -= 1
         self.per_address[address] -= 1
@@ -79,15 +86,21 @@ _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 64 << 10
 
 
+NoteRefusal = Callable[[str, int, str, str, float], None]
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection.
 
     Args:
         book: of all connections of the server.
+        note_refusal: is told of each refusal, as RefusalLog.note.
     """
 
-    def __init__(self, book: ConnectionBook, **settings: Any) -> None:
+    def __init__(self, book: ConnectionBook, note_refusal: NoteRefusal, **settings: Any) -> None:
         super().__init__(**settings)
+        self._note_refusal = note_refusal
+        self.url = b""
         self.parser = httptools.HttpRequestParser(self)  # without uvicorn's leniencies
         self._book = book
         self._limits = book.limits
@@ -115,9 +128,11 @@ class LimitedProtocol(HttpToolsProtocol):
         # The kernel's buffer grows to megabytes by itself, which a slow client would fill first.
         peer = transport.get_extra_info("socket")
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
-        self._address = _address_key(self.client)
+        self._address = address_key(self.client)
         problem = self._book.add(self._address)
-        if problem is not None:
+        if problem is not None and self._book.is_flooded_by(self._address):
+            self.transport.abort()
+        elif problem is not None:
             self._refuse(problem)
         else:
             self._start_read_timer(self._limits.idle_seconds, self._close)
@@ -199,7 +214,8 @@ class LimitedProtocol(HttpToolsProtocol):
         like HTTP/2 (Java's own does) send their body all the same, which the parser takes for the
         other protocol's."""
         dropped = (b"upgrade", b"connection", b"http2-settings")
-        lines = [b"%s %s HTTP/1.1" % (self.parser.get_method(), self.url)]
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] not in dropped]
         self.parser = httptools.HttpRequestParser(self)
         self._upgrades = self._in_header = False
@@ -255,6 +271,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._in_header = False
         self._check_headers()
+        if self.parser.get_http_version() != "1.1":
+            self.expect_100_continue = False  # its client would take that for the answer
         if len(self.pipeline) >= self._limits.pipelined:
             message = f"more than {self._limits.pipelined} requests wait on this connection"
             raise _Refusal(self._book.refuse("pipelined", 429, message))
@@ -262,6 +280,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._body_bytes = self._body_bytes_before = self._framing_bytes = 0
         self._body_begin = self.loop.time()
         self._start_read_timer(self._limits.body_grace_seconds, self._check_body_rate)
+        self.scope["state"]["request_id"] = request_id(self.headers)
         super().on_headers_complete()
 
     def _check_headers(self) -> None:
@@ -275,6 +294,8 @@ class LimitedProtocol(HttpToolsProtocol):
             raise _Refusal(self._invalid("the length of the body is said twice"))
         if any(coding.lower() != b"chunked" for coding in codings):
             raise _Refusal(self._invalid("transfer-encoding must be chunked"))
+        if codings and self.parser.get_http_version() != "1.1":
+            raise _Refusal(self._invalid("transfer-encoding is no header of HTTP/1.0"))
         if sum(name == b"host" for name, _ in self.headers) > 1:
             raise _Refusal(self._invalid("the request has more than one host"))
         if lengths and int(lengths[0]) > self._limits.body_bytes:
@@ -286,6 +307,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.transport = _AnswerTransport(self.transport, self._end_answer)  # type: ignore[assignment]
+        if cycle.scope["http_version"] != "1.1":
+            app = _until_closed(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -355,6 +379,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._closing = True
         self._stop_read_timer()
         self.pipeline.clear()
+        id, now = self._request_id(), self.loop.time()
+        self._note_refusal(problem.code or "", problem.status, id, self._address or "", now)
         if self.transport.is_closing():
             return
         if self._running is not None and self._answering:
@@ -362,16 +388,23 @@ class LimitedProtocol(HttpToolsProtocol):
             if self._running.response_started or not reads_body:
                 return  # on_response_complete closes the connection
             self._end_handler()
-        body = json.dumps(problem.openai()).encode()
+        path = self.url.decode("latin-1")
+        body = json.dumps(problem.told_at(path)).encode()
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
             **problem.headers,
+            **id_headers(path, id),
         }
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self.transport.write(STATUS_LINE[problem.status] + lines.encode() + b"\r\n" + body)
         self._end_connection()
+
+    def _request_id(self) -> str:
+        """The id of the request that is read, by its headers as far as they came."""
+        known = {} if self.scope is None else self.scope["state"]
+        return known.get("request_id") or request_id(self.headers or ())
 
     def _end_handler(self) -> None:
         """The handler of the answer in progress sees that the client has gone."""
@@ -379,15 +412,21 @@ class LimitedProtocol(HttpToolsProtocol):
         self._running.disconnected = True
         self._running.message_event.set()
 
+    def _end_answer(self) -> None:
+        """An answer is over, and with it the connection."""
+        if self._in_body and self.cycle is self._running:  # of what is left some may be on its way
+            self._closing = True
+            self._end_connection()
+        else:
+            self.transport.close()
+
     def _end_connection(self) -> None:
         """Closes once the client has had time to take what was written: a reset, which unread bytes
         cause, could overtake it."""
         if self.transport.is_closing():
             return
-        if not self.transport.can_write_eof():  # TLS
-            self._close()
-            return
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
         self._start_read_timer(_LINGER_SECONDS, self._close)
 
     # ---- Timers
@@ -407,14 +446,35 @@ class LimitedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
 
-def _address_key(client: tuple[str, int] | None) -> str:
-    """What connections are counted by: the address, of IPv6 its /64, which one host has alone."""
-    if client is None:
-        return ""
-    try:
-        address = ipaddress.ip_address(client[0].partition("%")[0])
-    except ValueError:
-        return client[0]
-    if address.version == 6 and address.ipv4_mapped is None:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)
+class _AnswerTransport:
+    """What an answer has of its connection.
+
+    close: in the place of the connection's own.
+    """
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+def _until_closed(app: Any, cycle: RequestResponseCycle) -> Any:
+    """The application, for a client of HTTP/1.0: it knows no chunks, so an answer without a length
+    goes on until its connection is closed."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        has_length = True
+
+        async def send_unchunked(message: Any) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name == b"content-length" for name, _ in message["headers"])
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await app(scope, receive, send_unchunked)
+
+    return run

@@ -28,6 +28,7 @@ from quire.serve.guarantees import guarantee_pages, guarantee_shares
 from quire.serve.limits import Limits
 from quire.serve.notify import notify
 from quire.serve.protocol import LimitedProtocol
+from quire.serve.refusal_log import RefusalLog
 from quire.serve.service import Service
 from quire.serve.tenants import Tenants
 
@@ -111,7 +112,7 @@ class _Server:
         open_to_all = options.tenants.need_keys or not is_loopback(options.host)
         hosts = None if open_to_all else _LOOPBACK_NAMES | {options.host}
         app = make_app(service, self._log, hosts=hosts, origins=options.origins)
-        server = _Uvicorn(_uvicorn_config(app, service, options))
+        server = _Uvicorn(_uvicorn_config(app, service, self._log, options))
         ending = asyncio.Event()
         with _on_signals(ending, service.end_answers):
             listening = asyncio.create_task(server.serve(sockets=self._sockets))
@@ -215,10 +216,13 @@ class _Uvicorn(uvicorn.Server):
             await asyncio.sleep(0.005)
 
 
-def _uvicorn_config(app: object, service: Service, options: ServerOptions) -> uvicorn.Config:
+def _uvicorn_config(
+    app: object, service: Service, log: Log, options: ServerOptions
+) -> uvicorn.Config:
+    protocol = functools.partial(LimitedProtocol, service.book, RefusalLog(log).note)
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http=functools.partial(LimitedProtocol, service.book),  # type: ignore[arg-type]
+        http=protocol,  # type: ignore[arg-type]
         loop="asyncio",
         ws="none",
         lifespan="off",

@@ -27,6 +27,7 @@ from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook
 from quire.serve.tenants import Tenant, Tenants
 from quire.serve.tool_parser import parser_of_template, special_texts
+from quire.serve.wrong_keys import WrongKeys
 
 __all__ = ["Service", "blend_of", "guesses_of", "origin_of", "usage_of"]
 
@@ -60,6 +61,7 @@ class Service:
             None if template is None else template.source
         )
         self.book = ConnectionBook(limits)
+        self.wrong_keys = WrongKeys(limits.wrong_keys)
         self.metrics = Metrics(self.book)
         self.admission = Admission(limits, engine.max_num_sequences, tenants.share_total)
         self.streams = Streams(engine, self._note_tokens, limits, self.book.refuse)
@@ -103,6 +105,7 @@ class Service:
                 options,  # type: ignore[arg-type]
                 key=tenant.name,
                 keep=generation.keep,
+                held_bytes=generation.held_bytes,
             )
         except BaseException as error:
             self._leave(place)

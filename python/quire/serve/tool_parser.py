@@ -79,8 +79,12 @@ class _Format:
         return (self.open, *self.silent)
 
 
-_NAMED = r'"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-_OBJECT = re.compile(r"\s*\{\s*" + _NAMED)
+# A head is looked for again with each token, however long it does not end: the patterns look at no
+# character twice, and at no more of a name than a name may have.
+_NAMED = (
+    r'"name"\s*+:\s*+"([^"\\]{0,256}+)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
+)
+_OBJECT = re.compile(r"\s*+\{\s*+" + _NAMED)
 _DEEPSEEK = {
     name: f"<｜tool▁{name}｜>"
     for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
@@ -90,10 +94,15 @@ _FORMATS = {
         _DEEPSEEK["call▁begin"],
         (
             _Shape(
-                re.compile(rf"\s*function{_DEEPSEEK['sep']}\s*([^\s<]+)\s*```json\s*(?=\{{)"),
+                re.compile(
+                    rf"\s*+function{_DEEPSEEK['sep']}\s*+([^\s<`]{{1,256}}+)\s*+```json\s*+(?=\{{)"
+                ),
                 _DEEPSEEK["call▁end"],
             ),
-            _Shape(re.compile(rf"\s*([^\s<]+){_DEEPSEEK['sep']}\s*(?=\{{)"), _DEEPSEEK["call▁end"]),
+            _Shape(
+                re.compile(rf"\s*+([^\s<]{{1,256}}+){_DEEPSEEK['sep']}\s*+(?=\{{)"),
+                _DEEPSEEK["call▁end"],
+            ),
         ),
         (_DEEPSEEK["calls▁begin"], _DEEPSEEK["calls▁end"]),
         tuple(_DEEPSEEK.values()),
@@ -103,8 +112,13 @@ _FORMATS = {
     "mistral": _Format(
         "[TOOL_CALLS]",
         (
-            _Shape(re.compile(r"\s*(?:\[\s*)?\{\s*" + _NAMED), "}", ",", "]"),
-            _Shape(re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)"), ""),
+            _Shape(re.compile(r"\s*+(?:\[\s*+)?+\{\s*+" + _NAMED), "}", ",", "]"),
+            _Shape(
+                re.compile(
+                    r"\s*+([^\s\[{]{1,256}+)(?:\[CALL_ID\]\w{1,256}+)?+(?:\[ARGS\])?+\s*+(?=\{)"
+                ),
+                "",
+            ),
         ),
         special=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     ),

@@ -180,6 +180,7 @@ def _tool(entry: Fields) -> _Tool:
     listed = {"type": "function", "function": found}
     strict = function.boolean("strict")
     entry.leave(function)
+    entry.ignore("cache_control")
     return _Tool(listed, function.name("parameters"), strict)
 
 

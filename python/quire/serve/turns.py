@@ -103,16 +103,18 @@ class Turns:
         work = _Work(functools.partial(function, *arguments), unwanted, done)
         self._waiting.add(key, work)
         self._begin_next()
-        del work
         try:
             found: T = await done
             return found
         except asyncio.CancelledError:
-            if not done.cancelled():  # it ended in the same turn of the loop
+            if done.cancelled():
+                self._waiting.remove(key, work)
+            else:  # it ended in the same turn of the loop
                 _give_back(done, unwanted)
             raise
         finally:
-            del done  # a failure's traceback has this frame: both would stay until they are found
+            # A failure's traceback has this frame: they would stay until they are found.
+            del done, work
 
     def close(self) -> None:
         """Nothing begins any more; what runs goes on."""

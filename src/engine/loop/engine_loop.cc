@@ -21,13 +21,12 @@
 #include <new>
 #include <string>
 #include <string_view>
-#include <system_error>
 #include <thread>
 #include <utility>
 
-#include "base/blocked_signals.h"
 #include "base/check.h"
 #include "base/guard.h"
+#include "base/start_thread.h"
 
 namespace quire {
 namespace {
@@ -124,13 +123,17 @@ class EngineThread final : public EngineLoop {
       const std::lock_guard<std::mutex> lock(mutex_);
       changed_.notify_one();
     });
-    const ScopedBlockedSignals blocked;
-    thread_ = std::thread([this, around = options.around] { Main(around); });
   }
   ~EngineThread() override {
     const Status closed = Close();
     QUIRE_CHECK(closed.ok()) << "an EngineLoop was destroyed on its own thread";
     engine_->SetWake(nullptr);  // the engine outlives what it wakes
+  }
+
+  // Once, before all other calls. Unavailable: the system has no thread to give.
+  Status Start(std::function<void(const std::function<void()>&)> around) {
+    return StartThread("an engine's loop", &thread_,
+                       [this, around = std::move(around)] { Main(around); });
   }
 
   Result<int64_t> Submit(std::span<const int32_t> prompt, const SamplingOptions& options) override;
@@ -722,14 +725,11 @@ Result<std::unique_ptr<EngineLoop>> EngineLoop::Create(std::unique_ptr<Engine> e
                                                   "; it must be at least 1");
     }
     QUIRE_ASSIGN_OR_RETURN(EngineDescription description, engine->Describe());
-    try {
-      return std::unique_ptr<EngineLoop>(std::make_unique<EngineThread>(
-          std::move(engine), std::move(sink), options,
-          std::make_shared<const EngineDescription>(std::move(description))));
-    } catch (const std::system_error&) {
-      return Status(StatusCode::kOutOfMemory,
-                    "EngineLoop::Create: the system has no thread to give");
-    }
+    auto loop = std::make_unique<EngineThread>(
+        std::move(engine), std::move(sink), options,
+        std::make_shared<const EngineDescription>(std::move(description)));
+    QUIRE_RETURN_IF_ERROR(loop->Start(options.around));
+    return std::unique_ptr<EngineLoop>(std::move(loop));
   });
 }
 

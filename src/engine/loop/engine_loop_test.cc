@@ -3,6 +3,7 @@
 #include "quire/engine_loop.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -675,6 +676,39 @@ TEST(EngineLoop, ThreadsThatWaitLearnOfTheEnd) {
     EXPECT_TRUE(status.ok() || status.code() == StatusCode::kClosed) << status.ToString();
   }
   EXPECT_TRUE(found[2].ok());
+}
+
+// While it lives, new threads want a stack that no address space has, so there are none.
+class ScopedNoThreads {
+ public:
+  ScopedNoThreads() {
+    EXPECT_EQ(pthread_getattr_default_np(&saved_), 0);
+    pthread_attr_t huge;
+    EXPECT_EQ(pthread_attr_init(&huge), 0);
+    EXPECT_EQ(pthread_attr_setstacksize(&huge, size_t{1} << 60), 0);
+    EXPECT_EQ(pthread_setattr_default_np(&huge), 0);
+    EXPECT_EQ(pthread_attr_destroy(&huge), 0);
+  }
+  ~ScopedNoThreads() {
+    EXPECT_EQ(pthread_setattr_default_np(&saved_), 0);
+    EXPECT_EQ(pthread_attr_destroy(&saved_), 0);
+  }
+
+ private:
+  pthread_attr_t saved_;
+};
+
+TEST(EngineLoop, SaysWhichThreadTheSystemDoesNotGive) {
+  Server server({.pages = 100});
+  const auto sink = std::make_shared<Recorder>();
+  Status status;
+  {
+    const ScopedNoThreads no_threads;
+    status = EngineLoop::Create(std::move(server.engine), sink).status();
+  }
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
+  EXPECT_NE(status.ToString().find("no thread for an engine's loop"), std::string::npos);
+  EXPECT_TRUE(sink->why().ok()) << "there was no loop that could end";
 }
 
 TEST(EngineLoop, TheHostMayPutSomethingAroundTheThread) {

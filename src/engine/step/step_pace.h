@@ -26,7 +26,7 @@ class StepPace {
   double seconds_per_token() const noexcept { return mean_ + kDeviations * deviation_; }
 
  private:
-  // Of deviations that are normally distributed, 1 % are above 2.9 times their mean magnitude.
+  // 1 % of normally distributed steps are above the mean by 2.9 times the mean distance from it.
   static constexpr double kDeviations = 3;
   // Weight of the newest step: means are those of the last ten or so.
   static constexpr double kWeight = 0.2;

@@ -39,7 +39,8 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def keyed(tiny: TinyModel, keys_file: Path) -> Iterator[Server]:
     """With the keys of ann and bob, and a prefix cache."""
-    options = ("--api-keys", str(keys_file), "--page-size", "16")
+    # Tests send it more wrong keys than one address should.
+    options = ("--api-keys", str(keys_file), "--page-size", "16", "--limit", "wrong_keys=10000")
     with running(tiny.directory, *options, key="ann-key-0123456789") as server:
         yield server
 

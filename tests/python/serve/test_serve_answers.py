@@ -5,11 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 import quire
+from quire.serve.openai_completions import _CompletionView
+from quire.serve.tokens import TokenTexts
 from server_process import Server, running
 from tiny_model import TinyModel
 
@@ -290,6 +293,12 @@ def test_bad_input_names_field_value_and_range(
     assert error["type"] == "invalid_request_error" and len(error["message"]) <= 300
 
 
+CALL: dict[str, Any] = {"id": "c", "type": "function", "index": 0, "y": 1}
+CALL["function"] = {"name": "g", "arguments": "{}", "parsed_arguments": {}, "x": 1}
+SAID: dict[str, Any] = {"type": "message", "id": "m", "status": "completed", "role": "assistant", "phase": None}
+SAID["content"] = [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}]
+
+
 def test_defaults_of_routers_are_taken_and_unknown_fields_are_named(server: Server) -> None:
     defaults = {"best_of": 1, "use_beam_search": False, "min_tokens": 0, "priority": 0}
     defaults |= {"response_format": {"type": "text"}, "user": "u", "metadata": {}, "n": 1}
@@ -310,6 +319,93 @@ def test_defaults_of_routers_are_taken_and_unknown_fields_are_named(server: Serv
     status, headers, _ = server.request("POST", "/v1/chat/completions", body)
     ignored = f"stream_options.chunks, messages[{len(messages) - 1}].provider_data"
     assert status == 200 and headers["x-quire-ignored"] == ignored
+
+
+MARKED = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ignored"),
+    [
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "system", "content": [{"type": "text", "text": "a", "w": 1, **MARKED}]},
+                    {"role": "assistant", "content": "b", "tool_calls": [CALL]},
+                    {"role": "user", "content": "c", **MARKED},
+                ]
+            },
+            "messages[0].content[0].w, messages[1].tool_calls[0].function.x, "
+            "messages[1].tool_calls[0].y",
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "a", "w": 1, **MARKED}]},
+                    {**SAID, "x": 1},
+                    {"type": "function_call", "id": "f", "status": "completed", "name": "g",
+                     "caller": {"type": "direct"}, "call_id": "c", "arguments": "{}", "y": 1},
+                    {"type": "function_call_output", "call_id": "c", "output": "d", "z": 1},
+                    {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "e"},
+                    {"role": "user", "content": "c"},
+                ],
+                "text": {"format": {"type": "text"}, "v": 1},
+                "stream_options": {"include_obfuscation": False},
+                "include": ["reasoning.encrypted_content"],
+                "max_output_tokens": 1,
+            },
+            "input[0].content[0].w, input[1].x, input[2].y, input[3].z, text.v",
+        ),
+        (
+            "/v1/messages",
+            {
+                "system": [{"type": "text", "text": "a", "w": 1, "cache_control": None}],
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "b", "x": 1, **MARKED}]},
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "h", "signature": "s"},
+                            {"type": "text", "text": "c", "citations": []},
+                            {"type": "tool_use", "id": "t", "name": "g", "input": {}, "y": 1,
+                             "caller": {"type": "direct"}, **MARKED},
+                        ],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "t", "is_error": True, "z": 1,
+                             "content": [{"type": "text", "text": "d", "v": 1}], **MARKED},
+                        ],
+                    },
+                ],
+                "thinking": {"type": "disabled", "u": 1},
+                "output_config": {"t": 1},
+                "cache_control": {"type": "ephemeral"},
+            },
+            "thinking.u, output_config.t, system[0].w, messages[0].content[0].x, "
+            "messages[1].content[2].y, messages[2].content[0].z, messages[2].content[0].content[0].v",
+        ),
+    ],
+)
+def test_unknown_fields_of_parts_are_named(
+    server: Server, path: str, body: dict[str, Any], ignored: str
+) -> None:
+    """They were ignored without a word; what clients of today add to their parts is none."""
+    body = {"max_tokens": 1, **body} if path != "/v1/responses" else body
+    status, headers, found = server.request("POST", path, body)
+    assert status == 200, found
+    assert sorted(headers["x-quire-ignored"].split(", ")) == sorted(ignored.split(", "))
+
+
+def test_completions_name_the_likeliest_of_tokens_with_one_text() -> None:
+    """Parts of characters all look alike: the last of them, the unlikeliest, was told."""
+    tokenizer: Any = SimpleNamespace(bytes_of=lambda id: bytes([0xE0 + id]) if id < 9 else b"a")
+    view: Any = SimpleNamespace(_texts=TokenTexts(tokenizer))
+    best = _CompletionView._best(view, [(1, -0.5), (9, -1.0), (2, -2.0)])
+    assert best == {"\ufffd": -0.5, "a": -1.0}
 
 
 def test_too_long_for_ever_is_413(server: Server) -> None:

@@ -293,9 +293,14 @@ def test_a_kept_conversation_keeps_its_documents(blending: Server, engine: quire
         ({"type": "document"}, ".text", "it must be a text that is not empty"),
         (part("a\ud800"), ".text", "lone surrogate"),
         ({**part("a"), "title": "b"}, ".title", "title is not supported"),
-        ({**part("a"), "pages": 2}, ".pages", "pages is not a field of a document"),
+        ({**part("a"), "pages": 2}, ".pages", "pages is not a field of this request; messages[0]"),
         ({**part("a"), "citations": {"enabled": True}}, ".citations.enabled", "only false is taken"),
         ({**sourced("a"), "text": "b"}, ".text", "text is a second text beside source"),
+        (
+            {**sourced("a"), "source": {**sourced("a")["source"], "url": "b"}},
+            ".source.url",
+            "source.url is not a field of this request",
+        ),
         (sourced(" "), ".source.data", "it must be a text that is not empty"),
         (
             {"type": "document", "source": {"type": "base64", "data": "eA=="}},
@@ -355,7 +360,11 @@ def test_documents_in_messages_are_counted_and_not_searched(blending: Server) ->
         ),
         ({"blend": {"min_tokens": 1.5}}, "blend.min_tokens", "1.5; it must be an integer"),
         ({"blend": {"learn": 1}}, "blend.learn", "blend.learn is 1; it must be true or false"),
-        ({"blend": {"layers": [1]}}, "blend.layers", "is not an option of a blend; options are"),
+        (
+            {"blend": {"layers": [1]}},
+            "blend.layers",
+            "blend.layers is not a field of this request; blend may have contextual, learn, link_tok",
+        ),
         ({"documents": "auto"}, "documents", 'it must be a list of texts, or "auto" with blend'),
         (
             {"blend": {"contextual": True}},

@@ -201,6 +201,91 @@ def test_strict_refuses_unknown_fields(strict: Server) -> None:
     body = {"prompt": "x", "max_tokens": 1, "foo": 1}
     status, _, found = strict.request("POST", "/v1/completions", body)
     assert status == 400 and found["error"]["param"] == "foo"
+    assert found["error"]["message"] == "foo is not a field of this request"
+
+
+# ---- HTTP/1.0
+
+
+def asked_of_old(path: str, body: dict[str, Any], *more: str) -> bytes:
+    data = json.dumps(body).encode()
+    return head(path, len(data), *more).replace(b"HTTP/1.1", b"HTTP/1.0") + data
+
+
+@pytest.mark.parametrize("more", [(), ("connection: keep-alive",), ("expect: 100-continue",)])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_a_stream_for_http_1_0_ends_with_its_connection(
+    strict: Server, path: str, more: tuple[str, ...]
+) -> None:
+    """It had chunks, whose sizes stood within the events for such a client."""
+    body: dict[str, Any] = {"prompt": "x", "max_tokens": 5, "stream": True}
+    if path == "/v1/responses":
+        body = {"input": "x", "max_output_tokens": 5, "stream": True}
+    status, answer = raw(strict, asked_of_old(path, body, *more))
+    headers, _, content = answer.partition(b"\r\n\r\n")
+    assert status == 200 and headers.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in headers and b"connection: close" in headers
+    # Each line is an event's.
+    assert all(line.startswith((b"data: ", b"event: ")) for line in content.split(b"\n") if line)
+    assert content.count(b"data: ") >= 2 and content.endswith(b"\n\n")
+
+
+def test_other_answers_for_http_1_0_have_their_length(strict: Server) -> None:
+    whole = asked_of_old("/v1/completions", {"prompt": "x", "max_tokens": 1}, "connection: keep-alive")
+    bad = asked_of_old("/v1/completions", {"prompt": "x", "max_tokens": -1})
+    for data, expected in ((whole, 200), (bad, 400)):
+        status, answer = raw(strict, data)
+        headers, _, content = answer.partition(b"\r\n\r\n")
+        assert status == expected and b"connection: close" in headers and json.loads(content)
+        assert f"content-length: {len(content)}\r\n".encode() in headers + b"\r\n"
+    status, answer = raw(strict, b"HEAD /metrics HTTP/1.0\r\nhost: localhost\r\n\r\n")
+    assert status == 200 and answer.endswith(b"\r\n\r\n")
+
+
+def test_an_upgrade_of_http_1_0_stays_one(strict: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 2, "stream": True}
+    more = ("connection: upgrade", "upgrade: h2c")
+    status, answer = raw(strict, asked_of_old("/v1/completions", body, *more))
+    assert status == 200 and b"chunked" not in answer and answer.endswith(b"[DONE]\n\n")
+
+
+# ---- Refusals before a route
+
+
+def test_a_refusal_of_the_protocol_has_an_id_and_a_line(tiny: TinyModel) -> None:
+    """It had neither: nobody could find it again, or see who sent what."""
+    near = ("--limit", "header_seconds=0.3", "--limit", "body_grace_seconds=0.3")
+    long = b"GET / HTTP/1.1\r\nx-request-id: mine-%d\r\n"
+    asked = {
+        "header_bytes": (431, long % 1 + b"x: " + b"a" * 20000),
+        "header_count": (431, long % 2 + b"x: y\r\n" * 101 + b"\r\n"),
+        "http": (400, b"GET / HTTP/1.1\r\na : b\r\n\r\n"),
+        "body_bytes": (413, head("/v1/messages", 1 << 30, "x-request-id: mine-3")),
+        "header_seconds": (408, long % 4 + b"a: b\r\nc"),
+        "body_seconds": (408, head("/v1/completions", 1000, "x-request-id: mine-5") + b"{"),
+    }
+    with running(tiny.directory, *near) as server:
+        for limit, (expected, data) in asked.items():
+            status, answer = raw(server, data)
+            headers, _, content = answer.partition(b"\r\n\r\n")
+            names = dict(line.split(b": ", 1) for line in headers.split(b"\r\n")[1:])
+            id = names[b"x-request-id"].decode()
+            assert status == expected and (limit == "http" or id.startswith("mine-"))
+            line = server.wait_log(lambda line: line["event"] == "refused")
+            assert (line["id"], line["status"], line["error"]) == (id, expected, limit)
+            assert line["address"] == "127.0.0.1"
+            error = json.loads(content)
+            if limit == "body_bytes":  # as Anthropic's clients read it
+                assert error["type"] == "error" and names[b"request-id"] == b"mine-3"
+        # The handler that waited for the body has the same id.
+        assert server.wait_log(lambda line: line.get("id") == "mine-5")["status"] == 499
+
+
+def test_a_body_that_is_encoded_is_named(server: Server) -> None:
+    """It was called JSON that is not valid UTF-8."""
+    headers = {"content-encoding": "gzip"}
+    status, _, found = server.request("POST", "/v1/completions", b"\x1f\x8b\x08", **headers)
+    assert status == 415 and "content-encoding is gzip" in found["error"]["message"]
 
 
 # ---- JSON

@@ -8,9 +8,12 @@ import contextlib
 import gc
 import io
 import json
+import ssl
+import subprocess
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,7 @@ import uvicorn
 from quire import errors
 from quire.engine import Piece, Result, Usage
 from quire.grammar import CompiledGrammar, Grammar
+from quire.serve import protocol
 from quire.serve._streams import Answer, Streams
 from quire.serve.calls import Call, ClientGone, Log, read_body
 from quire.serve.generation import Generation
@@ -28,10 +32,12 @@ from quire.serve.guard import Guard
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook, LimitedProtocol
+from quire.serve.refusal_log import RefusalLog
 from quire.serve.responses import _EventAnswer, _submitted, answer, event
 from quire.serve.service import Service
 from quire.serve.tenants import ANYONE, Tenant
 from quire.serve.turns import Turns
+from quire.serve.wrong_keys import WrongKeys
 from uvicorn.server import ServerState
 
 DEADLINE = 120.0
@@ -397,6 +403,7 @@ def test_a_defect_is_logged_by_its_place_and_without_texts() -> None:
         service: Any = SimpleNamespace(tenants=tenants, metrics=metrics, draining=False)
         log: Any = SimpleNamespace(write=lambda *words, **facts: lines.append(facts))
         scope: Any = {"type": "http", "method": "GET", "path": "/version", "headers": []}
+        scope["state"] = {"request_id": "id-1"}
         receive: Any = None
         await Guard(app, service, log, frozenset(), None)(scope, receive, send)
         assert sent[0]["status"] == 500
@@ -445,6 +452,7 @@ def test_a_refusal_is_free_at_once() -> None:
             sent.append(message["type"])
 
         scope: Any = {"type": "http", "method": "GET", "path": "/version", "headers": []}
+        scope["state"] = {"request_id": "id-1"}
         receive: Any = None
         await Guard(app, service, log, frozenset(), None)(scope, receive, send)
         assert sent == ["http.response.start", "http.response.body"]
@@ -471,6 +479,13 @@ def test_a_failed_answer_is_free_at_once() -> None:
         assert [each() for each in failed] == [None]
 
 
+def _protocol(
+    config: uvicorn.Config, state: ServerState, book: ConnectionBook | None = None
+) -> LimitedProtocol:
+    book = book or ConnectionBook(Limits())
+    return LimitedProtocol(book, lambda *_: None, config=config, server_state=state, app_state={})
+
+
 def test_a_connection_that_idles_holds_nothing_of_its_last_request() -> None:
     """It once held 10 KiB, and no connection that idles may hold more than 8."""
     cycles: list[weakref.ref[Any]] = []
@@ -485,11 +500,9 @@ def test_a_connection_that_idles_holds_nothing_of_its_last_request() -> None:
         config = uvicorn.Config(app, log_config=None, lifespan="off", interface="asgi3")
         config.load()
         state = ServerState()
-        protocol = LimitedProtocol(
-            ConnectionBook(Limits()), config=config, server_state=state, app_state={}
-        )
+        connection = _protocol(config, state)
         loop = asyncio.get_running_loop()
-        async with await loop.create_server(lambda: protocol, "127.0.0.1", 0) as server:
+        async with await loop.create_server(lambda: connection, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             for _ in range(2):
@@ -498,11 +511,136 @@ def test_a_connection_that_idles_holds_nothing_of_its_last_request() -> None:
             while state.tasks:
                 await asyncio.sleep(0)
             assert [cycle() for cycle in cycles] == [None, None]
-            assert (protocol.headers, protocol.url) == ([], b"")
+            assert (connection.headers, connection.url) == ([], b"")
             writer.close()
 
     with _without_collector():
         asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+@pytest.mark.parametrize("length", [100_000, 1 << 30])
+@pytest.mark.parametrize("tls", [False, True])
+def test_an_answer_before_the_body_leaves_time_to_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: bool, length: int
+) -> None:
+    """The connection was closed at once where the answer or the client asked for that, and always
+    with TLS: the rest of the body made the system reset it, and a client may lose what it was told,
+    such as a 503 with its `retry-after`."""
+    monkeypatch.setattr(protocol, "_LINGER_SECONDS", 2 * DEADLINE)
+    served, trusted = certificates(tmp_path) if tls else (None, None)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"2"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def run() -> None:
+        config = uvicorn.Config(app, log_config=None, lifespan="off", interface="asgi3")
+        config.load()
+        connection = _protocol(config, ServerState())
+        loop = asyncio.get_running_loop()
+        listening = await loop.create_server(lambda: connection, "127.0.0.1", 0, ssl=served)
+        async with listening as server:
+            port = server.sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted)
+            writer.write(b"POST /a HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\nx" % length)
+            begin = await reader.readuntil(b"\r\n\r\n")
+            assert begin.startswith(b"HTTP/1.1 413" if length > 1 << 20 else b"HTTP/1.1 503")
+            for _ in range(3):  # what was on its way
+                assert not connection.transport.is_closing()
+                writer.write(b"x" * 1000)
+                await writer.drain()
+            writer.close()
+            while connection in connection.connections:
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def certificates(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of a server at 127.0.0.1, and of its clients."""
+    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-keyout", key, "-out", cert, "-days", "1"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    served = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    served.load_cert_chain(cert, key)
+    return served, ssl.create_default_context(cafile=cert)
+
+
+def test_an_address_holds_no_more_connections_by_being_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that were told why stayed open for a second more: an address that came again and again
+    had all that the server may have open."""
+    monkeypatch.setattr(protocol, "_LINGER_SECONDS", 2 * DEADLINE)
+    book = ConnectionBook(Limits(connections_per_address=2))
+
+    async def run() -> None:
+        config = uvicorn.Config(lambda: None, log_config=None, lifespan="off", interface="asgi3")
+        config.load()
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        make = lambda: _protocol(config, state, book)  # noqa: E731
+        async with await loop.create_server(make, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            writers = []
+            for number in range(7):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writers.append(writer)
+                if number < 2:
+                    continue  # the server waits for a request
+                data = b""
+                with contextlib.suppress(ConnectionResetError):
+                    data = await reader.read()
+                assert data.startswith(b"HTTP/1.1 429" if number < 4 else b"") and book.open <= 4
+                assert bool(data) == (number < 4)
+            assert book.refused == {"connections_per_address": 5}
+            for writer in writers:
+                writer.close()
+            while book.open:
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+    assert book.per_address == {}
+
+
+# ---- Refusals in the log, and wrong keys
+
+
+def test_lines_of_refusals_are_bounded() -> None:
+    lines: list[dict[str, Any]] = []
+    log: Any = SimpleNamespace(write=lambda level, event, **facts: lines.append(facts))
+    refusals = RefusalLog(log)
+    for number in range(1000):
+        refusals.note("http", 400, f"id-{number}", "::1", 100.0)
+    refusals.note("header_bytes", 431, "other", "::1", 100.0)
+    assert [line["id"] for line in lines] == [*(f"id-{i}" for i in range(10)), "other"]
+    assert lines[0] == {"id": "id-0", "address": "::1", "status": 400, "error": "http"}
+    refusals.note("http", 400, "later", "::1", 109.0)
+    assert len(lines) == 11
+    for id in ("next", "last"):
+        refusals.note("http", 400, id, "::1", 110.0)
+    assert [line.get("left_out") for line in lines[11:]] == [991, None]
+
+
+def test_wrong_keys_are_counted_by_address() -> None:
+    wrong = WrongKeys(60)
+    assert [wrong.note("a", 5.0) for _ in range(62)] == [None] * 60 + [1, 1]
+    assert wrong.note("b", 5.0) is None
+    assert wrong.note("a", 6.0) is None and wrong.note("a", 6.0) == 1  # one a second is forgotten
+    assert [wrong.note("a", 1000.0) for _ in range(61)] == [None] * 60 + [1]
+    few = WrongKeys(1)
+    assert [few.note("a", now) for now in (0.0, 0.0, 15.0, 60.0)] == [None, 60, 45, None]
+
+
+def test_addresses_with_wrong_keys_are_bounded() -> None:
+    wrong = WrongKeys(1)
+    for number in range(10_050):
+        assert wrong.note(str(number), 0.0) is None
+    assert len(wrong) == 10_000
+    assert wrong.note("10049", 0.0) is not None and wrong.note("0", 0.0) is None
 
 
 @contextlib.contextmanager
@@ -663,6 +801,37 @@ def test_work_that_nobody_waits_for_does_not_begin() -> None:
         turns.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_work_of_those_who_left_is_free_at_once() -> None:
+    """It waited for its turn with all that it had, such as a body of megabytes: 256 connections of
+    an address that ask and leave, again and again, filled the memory."""
+
+    class Body:
+        pass
+
+    async def run() -> None:
+        turns = Turns(2)
+        jobs = Jobs(turns)
+        first = jobs.ask("ann", "a")
+        await jobs.wait_begun("a")
+        bodies = [Body() for _ in range(3)]
+        left = [asyncio.create_task(turns.run("ann", id, body)) for body in bodies]
+        await asyncio.sleep(0)
+        held = [weakref.ref(body) for body in bodies]
+        bodies.clear()
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left)
+        left.clear()
+        del task
+        assert [each() for each in held] == [None] * 3 and len(turns._waiting) == 0
+        jobs.end("a")
+        assert await first == "a"
+        turns.close()
+
+    with _without_collector():
+        asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
 def test_what_fails_in_a_thread_is_free_at_once() -> None:

@@ -12,8 +12,9 @@ import quire
 from quire.serve.kept_responses import KeptResponses
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
-from server_process import Server
+from server_process import Server, running
 from test_serve_tools import ARGUMENTS, CITY, scripted  # noqa: F401 (a fixture)
+from tiny_model import TinyModel
 
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": CITY, "strict": False}]
 
@@ -98,6 +99,22 @@ def test_what_is_not_there_is_refused(server: Server, body: Any, param: str | No
     assert status == 400 and param in (None, found["error"]["param"])
 
 
+def test_what_a_response_repeats_is_bounded(tiny: TinyModel) -> None:
+    """Tools that may not be called are in no prompt, so nothing bounded them: each of hundreds of
+    requests that waited kept megabytes, and wrote them twice."""
+    with running(tiny.directory, "--limit", "answers_bytes=1M") as server:
+        tool = {"type": "function", "name": "a", "description": "x" * 100}
+        body = {"input": "Hi", "max_output_tokens": 1, "tools": [tool], "tool_choice": "none"}
+        assert server.post("/v1/responses", body)["tools"] == [tool]
+        tool["description"] = "x" * 300_000
+        for stream in (False, True):
+            answer = server.request("POST", "/v1/responses", {**body, "stream": stream})
+            assert '"code":"answers_bytes"' in json.dumps(answer[2], separators=(",", ":")).replace("\\", "")
+        server.wait_metrics(lambda m: m['quire:kv_pages{state="used"}'] == 0)
+        tool["description"] = "x" * 100
+        assert server.post("/v1/responses", body)["status"] == "incomplete"
+
+
 def test_what_was_cut_is_incomplete(server: Server) -> None:
     found = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 3})
     assert found["status"] == "incomplete"
@@ -122,6 +139,17 @@ def test_the_oldest_make_room() -> None:
     for id in "def":
         with pytest.raises(Problem):
             kept.get("ann", id)
+
+
+def test_a_conversation_is_no_longer_than_a_body() -> None:
+    """Calls that no template reads count as no tokens: a few turns made 64 MiB, which held the
+    event loop for a second with each turn."""
+    kept = KeptResponses(Limits(body_bytes=1000))
+    kept.put("ann", "a", [{"content": "x" * 900}])
+    kept.put("ann", "b", [{"content": "x" * 990}])
+    assert kept.get("ann", "a") and kept.count == 1
+    with pytest.raises(Problem, match="more than 1000 bytes"):
+        kept.get("ann", "b")
 
 
 def test_an_id_that_comes_twice_counts_once() -> None:

@@ -74,6 +74,39 @@ def test_a_key_behind_the_body_is_none(keyed: Server) -> None:
     assert status == 401 and b"invalid_api_key" in answer
 
 
+def test_an_address_may_send_a_few_wrong_keys(tiny: TinyModel, keys_file: Path) -> None:
+    """All were answered alike, and each had a line in the log. A right key is answered all the
+    same: other clients may have the same address."""
+    options = ("--api-keys", str(keys_file), "--limit", "wrong_keys=5")
+    with running(tiny.directory, *options, key=ANN) as server:
+
+        def ask(key: str) -> tuple[int, dict[str, str], str]:
+            status, headers, found = server.request("GET", "/v1/models", authorization=key)
+            return status, headers, "" if status == 200 else found["error"]["code"]
+
+        assert [ask("Bearer wrong")[0] for _ in range(5)] == [401] * 5
+        count = 0
+        while (status := ask("Bearer wrong")[0]) == 401:  # some are forgotten with time
+            count += 1
+            assert count < 1000
+        status, headers, code = ask("none")
+        assert (status, code, headers["connection"]) == (429, "wrong_keys", "close")
+        assert 1 <= int(headers["retry-after"]) <= 12
+        assert ask(f"Bearer {ANN}")[0] == ask(f"Bearer {BOB}")[0] == 200
+        assert server.request("GET", "/health", authorization="Bearer wrong")[0] == 200
+        while server.metrics().get('quire:http_limit_total{limit="wrong_keys"}', 0) < 50:
+            ask("Bearer wrong")
+        # What anybody may ask for has no lines that fill a disk, either.
+        assert server.request("GET", "/page.css", authorization="none")[0] == 200
+        assert server.request("POST", "/health", {}, authorization="none")[0] == 405
+        server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, **{"x-request-id": "end"})
+        server.wait_log(lambda line: line.get("id") == "end")
+        assert {line["status"] for line in server.log if line.get("key") == "?"} == {401}
+        refused = [line for line in server.log if line["event"] == "refused"]
+        assert refused[0]["error"] == "wrong_keys" and refused[0]["address"] == "127.0.0.1"
+        assert {line["status"] for line in refused} == {405, 429}
+
+
 def _cached(server: Server, key: str, text: str, **fields: str) -> int:
     body = {"prompt": text, "max_tokens": 1, **fields}
     found = server.post("/v1/completions", body, authorization=f"Bearer {key}")

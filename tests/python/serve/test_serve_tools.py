@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -238,6 +239,36 @@ def test_unknown_fields_within_others_are_named() -> None:
     assert read_wanted(fields) is not None and fields.unknown() == ["structured_outputs.f"]
 
 
+@pytest.mark.parametrize(
+    ("read", "schema", "choice"),
+    [
+        (openai_responses._read_tools, "parameters", {"type": "function", "name": "f", "b": 1}),
+        (anthropic_messages._read_tools, "input_schema", {"type": "tool", "name": "f", "b": 1}),
+    ],
+)
+def test_unknown_fields_of_tools_are_named_in_every_api(read: Any, schema: str, choice: Any) -> None:
+    """In these two they were ignored without a word."""
+    service: Any = SimpleNamespace(limits=Limits(), tool_parser="hermes", template="")
+    tool = {"name": "f", schema: {"x": 1}, "a": 1, "cache_control": {"type": "ephemeral"}}
+    fields = Fields({"tools": [tool], "tool_choice": choice})
+    assert read(fields, service, None) is not None
+    assert sorted(fields.unknown()) == ["tool_choice.b", "tools[0].a"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_anthropics_clients_know_the_id_of_a_request(server: Server, path: str) -> None:
+    """They read it from a header of another name."""
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "extra_headers": {"x-request-id": "mine"}}
+    if path == "/v1/messages":
+        assert claude.messages.create(max_tokens=1, **asked)._request_id == "mine"
+    else:
+        assert claude.messages.count_tokens(**asked)._request_id == "mine"
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        claude.messages.create(max_tokens=1, **{**asked, "model": "other"})
+    assert caught.value.request_id == "mine"
+
+
 # ---- The parser
 
 Parsed = tuple[str, dict[int, tuple[str, str]]]
@@ -253,6 +284,37 @@ def parse(kind: str, parts: list[str]) -> Parsed:
             calls[call.index] = (call.name or name, arguments + call.arguments)
     assert parser.calls == len(calls)
     return "".join(texts), calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin"),
+    [
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", '[TOOL_CALLS][{"name": "'),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]"),
+        ("hermes", '<tool_call>{"name": "'),
+        ("llama3", '{"name": "'),
+        ("deepseek", "<｜tool▁call▁begin｜>"),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
+    ],
+)
+def test_a_name_that_does_not_end_is_not_read_again_with_each_token(kind: str, begin: str) -> None:
+    """A pattern went over all of it, and back, for each token: an answer of 30 000 tokens, which a
+    client can ask for by a grammar, held the event loop for minutes."""
+
+    def seconds(length: int) -> float:
+        parser = ToolParser(kind)
+        parser.put(begin + "a" * length)
+        heads = [shape.head for shape in parser._format.shapes]
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(20):
+                assert not any(head.match(parser._held) for head in heads)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert seconds(400_000) < 20 * seconds(2_000)
 
 
 D = {name: f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin")}
