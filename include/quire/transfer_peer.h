@@ -157,7 +157,7 @@ class TransferPeer : public LayerSink {
 struct TransferListenerOptions {
   std::string endpoint = "127.0.0.1:0";  // as TransferPeer::Connect; port 0: any that is free
   TransferPeerOptions peer{};
-  int64_t peers_max = 64;  // connections at a time
+  int64_t peers_max = 64;  // connections at a time; one that is not open yet may go for the next
   // Called from the listener's thread for each connection that is refused, with the reason, which
   // has no line breaks. It must not wait, and must not call the listener. Null: nothing is called.
   std::function<void(const Status& why)> on_refused{};

@@ -299,7 +299,7 @@ TransferLoad PeerConnection::load() const {
 
 Status PeerConnection::SetReceiver(KVTransfer* receiver) {
   return GuardEntry([&]() -> Status {
-    const std::lock_guard session_lock(session_mutex_);
+    std::unique_lock session_lock(session_mutex_);
     if (receiver != nullptr && session_.receives().receiver() != nullptr) {
       return Status(StatusCode::kBadState,
                     "SetReceiver: a cache receives over this connection already; a connection has "
@@ -308,6 +308,8 @@ Status PeerConnection::SetReceiver(KVTransfer* receiver) {
     if (receiver != nullptr) QUIRE_RETURN_IF_ERROR(CheckStaging(receiver->staging().limit));
     session_.receives().SetReceiver(receiver);
     waker_.Signal();
+    // The receiver may be gone when this returns. No further part is stored in it.
+    stored_.wait(session_lock, [&] { return !is_storing_; });
     return Status();
   });
 }
@@ -603,10 +605,10 @@ void PeerConnection::Run() noexcept {
     int64_t timeout = 0;
     bool goes_on = false;
     {
-      const std::lock_guard session_lock(session_mutex_);
+      std::unique_lock session_lock(session_mutex_);
       Status failure;
       try {
-        goes_on = Turn(can_read);
+        goes_on = Turn(session_lock, can_read);
       } catch (const std::bad_alloc&) {
         failure = Status::OutOfMemory();
       }
@@ -644,15 +646,15 @@ void PeerConnection::Linger() noexcept {
   }
 }
 
-bool PeerConnection::Turn(bool can_read) {
+bool PeerConnection::Turn(std::unique_lock<std::mutex>& session_lock, bool can_read) {
   if (RunCommands()) {
     // If it is ending already, the peer is told why, and may take no bytes: it is not waited for.
     session_.Close(Status(StatusCode::kClosed, "the connection was closed"), clock_->SteadyNs());
-    WriteSome();  // what the peer takes at once
+    WriteSome(session_lock);  // what the peer takes at once
     return false;
   }
-  if (can_read && !ReadSome(kReadsPerTurn)) return false;
-  if (!WriteSome()) return false;
+  if (can_read && !ReadSome(session_lock, kReadsPerTurn)) return false;
+  if (!WriteSome(session_lock)) return false;
   session_.Tick(clock_->SteadyNs());
   return !session_.is_over();
 }
@@ -670,7 +672,7 @@ bool PeerConnection::RunCommands() {
   return is_closing;
 }
 
-bool PeerConnection::ReadSome(int reads_max) {
+bool PeerConnection::ReadSome(std::unique_lock<std::mutex>& session_lock, int reads_max) {
   for (int i = 0; i < reads_max && session_.accepts_input(); ++i) {
     const Result<size_t> count = channel_->Read(session_.Places());
     if (!count.ok()) {
@@ -680,16 +682,29 @@ bool PeerConnection::ReadSome(int reads_max) {
     }
     if (*count == 0) break;
     session_.OnRead(*count, clock_->SteadyNs());
+    if (session_.receives().has_due()) StoreDue(session_lock);
   }
   return true;
 }
 
-bool PeerConnection::WriteSome() {
+// Whoever cancels or asks for something does not wait for the copy.
+void PeerConnection::StoreDue(std::unique_lock<std::mutex>& session_lock) {
+  ReceiveHalf::DueStore due = session_.receives().TakeDue();
+  is_storing_ = true;
+  session_lock.unlock();
+  const Status stored = due.Store();
+  session_lock.lock();
+  is_storing_ = false;
+  stored_.notify_all();
+  session_.receives().OnStored(due, stored);
+}
+
+bool PeerConnection::WriteSome(std::unique_lock<std::mutex>& session_lock) {
   for (int i = 0; i < kWritesPerTurn && session_.has_output(); ++i) {
     const Result<size_t> count = channel_->Write(session_.Gather(kFramesPerWrite));
     if (!count.ok()) {
       // What the peer said before it closed says why, and its last rows may count.
-      if (!ReadSome(kLastReads)) return false;
+      if (!ReadSome(session_lock, kLastReads)) return false;
       session_.Lose(Status(count.status().code(), "transfer: " + endpoint_ + ": " +
                                                       std::string(count.status().message())));
       return false;

@@ -104,10 +104,11 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
 
   void Run() noexcept;
   void Wake() noexcept;
-  // False: it is over.
-  bool Turn(bool can_read);
-  bool ReadSome(int reads_max);
-  bool WriteSome();
+  // With the session, which they let go for the time of a copy to pages. False: it is over.
+  bool Turn(std::unique_lock<std::mutex>& session_lock, bool can_read);
+  bool ReadSome(std::unique_lock<std::mutex>& session_lock, int reads_max);
+  bool WriteSome(std::unique_lock<std::mutex>& session_lock);
+  void StoreDue(std::unique_lock<std::mutex>& session_lock);
   // Whether the connection is to be closed.
   bool RunCommands();
   void Finish(const Status& why) noexcept;
@@ -130,6 +131,8 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   mutable std::mutex session_mutex_;  // before mutex_, where both are held
   const std::unique_ptr<ByteChannel> channel_;
   TransferSession session_;
+  bool is_storing_ = false;         // in the receiver, without the session
+  std::condition_variable stored_;  // it is not any more
 
   mutable std::mutex mutex_;         // of all that follows
   std::condition_variable changed_;  // window, requests, state

@@ -378,6 +378,36 @@ TEST(PeerConnection, AThreadThatTheSystemDoesNotGiveIsAnError) {
   ::pthread_attr_destroy(&usual);
 }
 
+// Each has its few moments, and then goes for the one that comes next; what is open stays.
+TEST(TransferListener, StrangersKeepNobodyOut) {
+  constexpr int64_t kPlaces = 2;
+  constexpr int64_t kStrangers = 16;
+  TransferPeerOptions options{.passport = TestPassport()};
+  options.connect_timeout = options.dead_after = std::chrono::nanoseconds(kMinuteNs);
+  const auto listener = TransferListener::Start({.peer = options, .peers_max = kPlaces}).value();
+  const Endpoint endpoint = Endpoint::Parse(listener->endpoint()).value();
+  std::vector<Socket> strangers;
+  const auto come = [&](int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      strangers.push_back(Socket::Connect(endpoint).value());
+      PollEntry entry{.fd = strangers.back().fd(), .wants_write = true};
+      PollSockets(std::span(&entry, 1), kMinuteNs);
+      ASSERT_TRUE(strangers.back().ConnectError().ok());
+    }
+  };
+  come(kStrangers);
+  const auto peer = TransferPeer::Connect(listener->endpoint(), options);
+  ASSERT_TRUE(peer.ok()) << peer.status().ToString();
+  EXPECT_GE(listener->refused(), kStrangers - kPlaces);
+  EXPECT_EQ(listener->last_refusal().code(), StatusCode::kTimeout);
+  EXPECT_NE(listener->last_refusal().message().find("2 (peers_max)"), std::string_view::npos)
+      << listener->last_refusal().ToString();
+  come(kStrangers);
+  const auto second = TransferPeer::Connect(listener->endpoint(), options);
+  ASSERT_TRUE(second.ok()) << second.status().ToString();
+  for (const auto& open : {*peer, *second}) EXPECT_EQ(open->status().ToString(), "Ok");
+}
+
 TEST(PeerConnection, LoadsAreHeardOf) {
   ConnectionPair pair(MakeChannels(Way::kSocket));
   ASSERT_TRUE(pair.to->WaitOpen(pair.Soon()).ok());
@@ -417,6 +447,73 @@ TEST(PeerConnection, ALoadIsSaidWithoutWaitingForTheThread) {
   for (const TransferLoad& load : {TransferLoad{-1, 0}, TransferLoad{0, (int64_t{1} << 40) + 1}})
     EXPECT_EQ(pair.to->SetLoad(load).code(), StatusCode::kBadArgument);
   EXPECT_TRUE(pair.to->status().ok());
+}
+
+// Holds up the first copy of a receiver.
+class HeldStore {
+ public:
+  explicit HeldStore(TestReceiver* receiver) {
+    receiver->on_store = [this] {
+      if (stores_++ > 0) return;
+      inside_.set_value();
+      may_go_.wait();
+    };
+  }
+  bool AwaitInside() {
+    return inside_.get_future().wait_for(std::chrono::minutes(1)) == std::future_status::ready;
+  }
+  void Release() { go_.set_value(); }
+  int stores() const { return stores_; }
+
+ private:
+  std::atomic<int> stores_ = 0;
+  std::promise<void> inside_, go_;
+  const std::shared_future<void> may_go_ = go_.get_future().share();
+};
+
+// A copy to pages holds up the rows behind it, and no call.
+TEST(PeerConnection, NoCallWaitsForACopy) {
+  for (const Way way : EachWay()) {
+    SCOPED_TRACE(NameOf(way));
+    ConnectionPair pair(MakeChannels(way));
+    HeldStore held(&pair.receiver);
+    const auto epoch = pair.Ask(4);
+    ASSERT_TRUE(epoch.ok());
+    ASSERT_TRUE(pair.Send(*epoch, 0, 4).ok());
+    EXPECT_TRUE(held.AwaitInside());
+    const ReceiveMap next = pair.receiver.Reserve(4);
+    std::future<Status> called = std::async(std::launch::async, [&]() -> Status {
+      QUIRE_RETURN_IF_ERROR(pair.to->Cancel(*epoch, Status(StatusCode::kCancelled, "test")));
+      QUIRE_RETURN_IF_ERROR(pair.to->Request({}, next));
+      EXPECT_EQ(pair.to->stats().receives_open, 1);
+      return Status();
+    });
+    EXPECT_EQ(called.wait_for(std::chrono::minutes(1)), std::future_status::ready);
+    pair.receiver.End(*epoch);
+    held.Release();
+    EXPECT_EQ(called.get().ToString(), "Ok");
+    ASSERT_TRUE(pair.from->NextRequest(*pair.clock, pair.Soon()).ok());
+    ASSERT_EQ(pair.Send(next.epoch, 0, 4).ToString(), "Ok");
+    EXPECT_TRUE(pair.receiver.WaitReceived(next.epoch, 4, *pair.clock, pair.Soon()).ok());
+    pair.receiver.CheckPages();
+    EXPECT_EQ(pair.to->stats().parts_received, kTestLayers);
+  }
+}
+
+TEST(PeerConnection, AReceiverLeavesWhenNothingIsCopiedToItAnyMore) {
+  ConnectionPair pair(MakeChannels(Way::kSocket));
+  HeldStore held(&pair.receiver);
+  const auto epoch = pair.Ask(4);
+  ASSERT_TRUE(epoch.ok());
+  ASSERT_TRUE(pair.Send(*epoch, 0, 4).ok());
+  EXPECT_TRUE(held.AwaitInside());
+  std::future<Status> left =
+      std::async(std::launch::async, [&] { return pair.to->SetReceiver(nullptr); });
+  EXPECT_EQ(left.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
+  held.Release();
+  EXPECT_EQ(left.get().ToString(), "Ok");
+  EXPECT_EQ(held.stores(), 1) << "the second layer's rows went to a receiver that has left";
+  EXPECT_EQ(pair.receiver.open.at(*epoch).failure.code(), StatusCode::kCancelled);
 }
 
 TEST(PeerConnection, AfterACancelNoLateRowIsTaken) {

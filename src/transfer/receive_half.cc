@@ -113,6 +113,7 @@ void ReceiveHalf::EndAll(const Status& why) {
   }
   transfers_.clear();
   parts_.clear();
+  due_.reset();
   current_ = 0;
   room_at_ns_ = kNever;
 }
@@ -208,6 +209,7 @@ void ReceiveHalf::StartPart(int64_t now_ns) {
 Status ReceiveHalf::OnDataFrame(const wire::TransferData& data, size_t bytes) {
   if (current_ == 0 || data.part != current_) return Breach("sends data of no part that began");
   QUIRE_CHECK(!waits_for_room()) << "bytes are read that have no room";
+  QUIRE_DCHECK(!due_) << "a part has two views";
   const Incoming& incoming = Current()->second;
   if (data.offset != incoming.received ||
       static_cast<int64_t>(bytes) > incoming.head.bytes - incoming.received) {
@@ -277,14 +279,23 @@ void ReceiveHalf::FinishPart(Parts::iterator place) {
                                          std::to_string(incoming.head.layer) + " arrived damaged " +
                                          times + " times; cancel and compute the tokens here"));
   }
-  const wire::TransferPart head = incoming.head;
-  const Status stored = receiver_->Store(head.epoch, head.layer, head.part, view, std::nullopt);
-  view = {};
-  if (!stored.ok()) return Fail(head.epoch, stored);
+  due_ = DueStore{.receiver = receiver_,
+                  .number = place->first,
+                  .head = incoming.head,
+                  .view = std::move(view)};
+}
+
+// A part whose transfer has ended meanwhile is confirmed already.
+void ReceiveHalf::OnStored(const DueStore& due, const Status& stored) {
+  const auto place = parts_.find(due.number);
+  if (place == parts_.end()) return;
+  Incoming& incoming = place->second;
+  QUIRE_DCHECK(!incoming.is_stored) << "part " << due.number << " is stored twice";
+  if (!stored.ok()) return Fail(due.head.epoch, stored);
   incoming.is_stored = true;
   ++parts_received;
   bytes_received += incoming.head.bytes;
-  Credit(place->first, false);
+  Credit(due.number, false);
   if (incoming.is_recorded) CompletePart(place);
 }
 
@@ -338,6 +349,7 @@ void ReceiveHalf::OnStop(const wire::TransferEnd& stop) {
 
 // The current part stays, without a place, until its last byte.
 void ReceiveHalf::DropParts(uint64_t epoch) {
+  if (due_ && due_->head.epoch == epoch) due_.reset();
   for (auto place = parts_.begin(); place != parts_.end();) {
     const auto here = place++;
     if (here->second.head.epoch != epoch) continue;

@@ -7,6 +7,10 @@
 // sender's record of the forward has come. So a peer that still writes, dies or lies changes
 // nothing that counts, and one part holds memory at a time. Where other connections' parts hold all
 // of it, a part waits, and with it all that the peer sends.
+//
+// Storing copies rows, which takes its time: this does not do it, and says what is due (TakeDue).
+// Whoever reads the connection does it before it reads on, and tells what came of it (OnStored);
+// meanwhile all other calls are allowed.
 #ifndef QUIRE_TRANSFER_RECEIVE_HALF_H_
 #define QUIRE_TRANSFER_RECEIVE_HALF_H_
 
@@ -15,7 +19,9 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -33,7 +39,8 @@ namespace quire {
 // Invariants:
 // - While a transfer is open, there is a receiver.
 // - waiting_bytes_ are those of the parts that are not stored.
-// - The current part alone has a view, or waits for one.
+// - The current part alone has a view, or waits for one. A part that is due to be stored has its
+//   view, and there is no current part before it is stored.
 class ReceiveHalf {
  public:
   struct Options {
@@ -65,6 +72,25 @@ class ReceiveHalf {
   Status OnDataFrame(const wire::TransferData& data, size_t bytes);
   void DataPlaces(size_t count, std::vector<std::span<std::byte>>* places);
   Status OnData(size_t count);
+
+  // A part whose rows have come. Nothing is to be read before it is stored.
+  struct DueStore {
+    KVTransfer* receiver = nullptr;
+    uint64_t number = 0;
+    wire::TransferPart head{};
+    ReceiveView view{};
+
+    // Needs nothing of the connection. Its memory is for other parts then.
+    Status Store() {
+      const ReceiveView rows = std::exchange(view, {});
+      return receiver->Store(head.epoch, head.layer, head.part, rows, std::nullopt);
+    }
+  };
+  bool has_due() const { return due_.has_value(); }
+  // REQUIRES: has_due(), and OnStored follows.
+  DueStore TakeDue() { return *std::exchange(due_, std::nullopt); }
+  void OnStored(const DueStore& due, const Status& stored);
+
   Status OnRecord(const wire::TransferRecord& record);
   void OnStop(const wire::TransferEnd& stop);
 
@@ -119,6 +145,7 @@ class ReceiveHalf {
   int64_t waiting_bytes_ = 0;               // of parts that are announced and not credited
   int64_t next_poll_ns_ = 0;
   int64_t room_at_ns_ = kNever;  // when the current part, which found no room, looks again
+  std::optional<DueStore> due_;
   std::vector<std::byte> nowhere_;
 };
 

@@ -1,22 +1,27 @@
 // One thread accepts connections; each has a thread of its own from then on, so that a stranger
-// that says nothing holds up nobody.
+// that says nothing holds up nobody. Nor do many strangers: where all places are taken, the
+// connection that has been opening for the longest time makes room for the next one.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <new>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "base/check.h"
+#include "base/clock.h"
 #include "base/guard.h"
 #include "base/start_thread.h"
 #include "transfer/peer_connection.h"
 
 namespace quire {
 namespace {
+
+// For how long an opening keeps its place, whoever else comes: many times what a peer takes.
+constexpr int64_t kOpeningLeastNs = 50 * kNsPerMs;
 
 // Connections of a socket, with TLS if there is a context.
 class SocketListener final : public ByteListener {
@@ -119,11 +124,11 @@ class PeerListener final : public TransferListener {
 
   // Whether it is closed.
   bool Turn() {
-    std::erase_if(accepted_, [](const auto& peer) {
-      const auto held = peer.lock();
-      return held == nullptr || held->is_over();
-    });
-    const bool has_room = accepted_.size() + opening_.size() < peers_max_ && !is_short_;
+    // Room comes back without a word when the host lets a connection go.
+    constexpr int64_t kLookAgainNs = 500 * kNsPerMs;
+    const int64_t wait_ns =
+        is_short_ ? kLookAgainNs : std::min(kLookAgainNs, RoomAt() - clock_->SteadyNs());
+    const bool has_room = wait_ns <= 0;
     PollEntry entries[2] = {{.fd = waker_->fd(), .wants_read = true}, {}};
     bool is_ready = false;
     if (has_room) {
@@ -131,9 +136,7 @@ class PeerListener final : public TransferListener {
       entries[1] = wait.entry;
       is_ready = wait.is_ready;
     }
-    // Room comes back without a word when the host lets a connection go.
-    constexpr int64_t kLookAgainNs = 500 * kNsPerMs;
-    PollSockets(entries, is_ready ? 0 : has_room ? kNever : kLookAgainNs);
+    PollSockets(entries, is_ready ? 0 : has_room ? kNever : wait_ns);
     if (entries[0].can_read) waker_->Clear();
     const Status status = GuardEntry([&]() -> Status {
       SortOut();
@@ -145,50 +148,83 @@ class PeerListener final : public TransferListener {
     return is_closed_;
   }
 
+  bool is_full() const { return accepted_.size() + opening_.size() >= peers_max_; }
+  // From when on a connection finds a place; kNever: not before one is over.
+  int64_t RoomAt() const {
+    if (!is_full()) return 0;
+    return opening_.empty() ? kNever : opening_.front().since_ns + kOpeningLeastNs;
+  }
+
   Status AcceptOne() {
-    QUIRE_DCHECK(accepted_.size() + opening_.size() < peers_max_);
+    // What has opened meanwhile keeps its place.
+    if (RoomAt() > clock_->SteadyNs()) return Status();
     QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<ByteChannel> channel, listener_->Accept());
     if (channel == nullptr) return Status();
     opening_.reserve(opening_.size() + 1);
     QUIRE_ASSIGN_OR_RETURN(auto peer, PeerConnection::Start(std::move(channel), name_, options_,
                                                             [waker = waker_] { waker->Signal(); }));
-    opening_.push_back(std::move(peer));
+    if (is_full()) LetGoOldest();
+    opening_.push_back({.peer = std::move(peer), .since_ns = clock_->SteadyNs()});
     return Status();
   }
 
-  // Hands over the connections that are open, and lets go those that failed.
+  void LetGoOldest() {
+    const Status own = opening_.front().peer->status();
+    const Status why(StatusCode::kTimeout,
+                     "transfer: the peer had not opened the connection when another one came, and "
+                     "all places, " +
+                         std::to_string(peers_max_) + " (peers_max), were taken");
+    opening_.erase(opening_.begin());
+    Refuse(own.ok() ? why : own);
+  }
+
+  void Refuse(const Status& why) {
+    if (on_refused_) on_refused_(why);
+    const std::lock_guard lock(mutex_);
+    ++refused_;
+    last_refusal_ = why;
+  }
+
+  // Hands over the connections that are open, and lets go those that failed or are over.
   void SortOut() {
+    std::erase_if(accepted_, [](const auto& peer) {
+      const auto held = peer.lock();
+      return held == nullptr || held->is_over();
+    });
     for (auto place = opening_.begin(); place != opening_.end();) {
-      const Status status = (*place)->status();
-      if (status.ok() ? !(*place)->is_open() : !(*place)->is_over()) {
+      const std::shared_ptr<PeerConnection>& peer = place->peer;
+      const Status status = peer->status();
+      if (status.ok() ? !peer->is_open() : !peer->is_over()) {
         ++place;
         continue;
       }
       if (status.ok()) {
-        accepted_.push_back(*place);
-      } else if (on_refused_) {
-        on_refused_(status);
-      }
-      const std::lock_guard lock(mutex_);
-      if (status.ok()) {
-        open_.push_back(std::move(*place));
+        accepted_.push_back(peer);
+        const std::lock_guard lock(mutex_);
+        open_.push_back(peer);
         changed_.notify_all();
       } else {
-        ++refused_;
-        last_refusal_ = status;
+        Refuse(status);
       }
       place = opening_.erase(place);
     }
   }
 
+  // A connection before the two sides know each other.
+  struct Opening {
+    std::shared_ptr<PeerConnection> peer;
+    int64_t since_ns;
+  };
+
+  const std::shared_ptr<Clock> clock_ = MachineTime();
   const std::string name_;
   const TransferSession::Options options_;
   const size_t peers_max_;
   const std::function<void(const Status&)> on_refused_;
-  const std::shared_ptr<const Waker> waker_;              // connections may outlive this
-  std::unique_ptr<ByteListener> listener_;                // of the thread
-  std::vector<std::shared_ptr<PeerConnection>> opening_;  // of the thread
-  std::vector<std::weak_ptr<PeerConnection>> accepted_;   // of the thread
+  const std::shared_ptr<const Waker> waker_;             // connections may outlive this
+  std::unique_ptr<ByteListener> listener_;               // of the thread
+  std::vector<Opening> opening_;                         // of the thread; the oldest first
+  std::vector<std::weak_ptr<PeerConnection>> accepted_;  // of the thread
   bool is_short_ = false;  // of the thread: of files or memory, so the last turn accepted nobody
 
   mutable std::mutex mutex_;  // of all that follows

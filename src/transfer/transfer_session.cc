@@ -73,6 +73,7 @@ TransferSession::TransferSession(Owner* owner, Options options, int64_t now_ns)
 // ------------------------------------------------------------------------------------- in and out
 
 void TransferSession::OnRead(size_t count, int64_t now_ns) {
+  QUIRE_CHECK(!receives_.has_due()) << "a part is not stored and more is read";
   now_ns_ = now_ns;
   heard_ns_ = now_ns;
   if (state_ == State::kEnding || state_ == State::kOver) return;
@@ -87,6 +88,10 @@ void TransferSession::Receive(std::span<const std::byte> bytes, int64_t now_ns) 
     std::memcpy(place.data(), bytes.data(), count);
     bytes = bytes.subspan(count);
     OnRead(count, now_ns);
+    if (!receives_.has_due()) continue;
+    ReceiveHalf::DueStore due = receives_.TakeDue();
+    const Status stored = due.Store();
+    receives_.OnStored(due, stored);
   }
 }
 

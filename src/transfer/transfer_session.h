@@ -53,10 +53,11 @@ class TransferSession final : private FrameReader::Handler {
   };
   TransferSession(Owner* owner, Options options, int64_t now_ns);
 
-  // Where bytes of the peer are to be put; OnRead says how many are there.
+  // Where bytes of the peer are to be put; OnRead says how many are there. REQUIRES: what was due
+  // in receives() is stored.
   std::span<const std::span<std::byte>> Places() { return reader_.Places(); }
   void OnRead(size_t count, int64_t now_ns);
-  // Takes all of them.
+  // Takes all of them, and stores what is due.
   void Receive(std::span<const std::byte> bytes, int64_t now_ns);
   bool accepts_input() const;
 

@@ -379,6 +379,46 @@ TEST(TransferSession, CancelAtEveryStageFreesBothSides) {
   }
 }
 
+// A part is stored without the session, which goes on meanwhile.
+TEST(TransferSession, ATransferMayEndWhileItsPartIsStored) {
+  const std::function<void(SessionPair&, uint64_t)> ends[] = {
+      [](SessionPair& pair, uint64_t epoch) {
+        EXPECT_TRUE(pair.receiver.session.receives().Cancel(epoch, kUnwanted).ok());
+      },
+      [](SessionPair& pair, uint64_t) { pair.receiver.session.receives().SetReceiver(nullptr); },
+      [](SessionPair& pair, uint64_t) { pair.receiver.session.receives().Tick(kTestSecondNs); },
+      [](SessionPair& pair, uint64_t) { pair.receiver.session.Lose(kUnwanted); },
+  };
+  for (size_t i = 0; i < std::size(ends); ++i) {
+    SCOPED_TRACE(i);
+    SessionPair pair;
+    pair.Exchange();
+    const ReceiveMap map = pair.Ask(2, kTestSecondNs);
+    pair.SendAll(map.epoch, 0, 2);
+    pair.sender.SendRecord(map.epoch, 0, 2);
+    TransferSession& session = pair.receiver.session;
+    ReceiveHalf& receives = session.receives();
+    while (!receives.has_due()) {
+      const std::span<std::byte> place = session.Places().front();
+      const auto bytes = TakeOutput(&pair.sender.session, place.size(), pair.now);
+      std::ranges::copy(bytes, place.begin());
+      session.OnRead(bytes.size(), pair.now);
+    }
+    ReceiveHalf::DueStore due = receives.TakeDue();
+    EXPECT_EQ(due.Store().ToString(), "Ok");
+    EXPECT_EQ(pair.receiver.receiver.staging().held, 0);
+    ends[i](pair, map.epoch);
+    receives.OnStored(due, Status());
+    EXPECT_EQ(receives.parts_received, 0);
+    EXPECT_EQ(receives.open_count(), 0U);
+    EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 0), 0);
+    if (!session.is_open()) continue;
+    pair.Exchange();
+    pair.ExpectQuiet();
+    EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 1), 0);
+  }
+}
+
 // A cancel that came before what it cancels would end nothing: the peer would compute for nobody.
 TEST(TransferSession, ACancelDoesNotPassItsRequest) {
   SessionPair pair;

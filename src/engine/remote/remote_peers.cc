@@ -170,9 +170,31 @@ void RemotePeers::Run() noexcept {
 }
 
 Status RemotePeers::ConnectAll() {
-  Status first;
+  std::vector<Attempt> attempts;
+  attempts.reserve(peers_.size());
   for (size_t i = 0; i < peers_.size(); ++i) {
-    const Status connected = Connect(i);
+    if (!IsMissing(i)) continue;
+    auto call = peers_[i].breaker->Admit(clock_->SteadyNs() + options_.connect_timeout.count());
+    if (call) attempts.push_back({.index = i, .call = *std::move(call)});
+  }
+  const auto connect = [this](Attempt* attempt) {
+    attempt->status = GuardEntry([&] { return Connect(*attempt); });
+  };
+  std::vector<std::thread> threads(attempts.size());
+  for (size_t i = 0; i + 1 < attempts.size(); ++i) {
+    // Where the system has no thread to give, the attempt comes later, on this one.
+    static_cast<void>(GuardEntry([&] {
+      return StartThread("connecting to a prefill peer", &threads[i],
+                         [&connect, attempt = &attempts[i]] { connect(attempt); });
+    }));
+  }
+  for (size_t i = 0; i < attempts.size(); ++i)
+    if (!threads[i].joinable()) connect(&attempts[i]);
+  for (std::thread& thread : threads)
+    if (thread.joinable()) thread.join();
+  Status first;
+  for (const Attempt& attempt : attempts) {
+    const Status& connected = attempt.status;
     if (!connected.ok() && (first.ok() || IsFinal(connected))) first = connected;
   }
   return first;
@@ -192,18 +214,15 @@ bool RemotePeers::IsMissing(size_t index) {
   return true;
 }
 
-Status RemotePeers::Connect(size_t index) {
-  if (!IsMissing(index)) return {};
-  std::optional<CircuitBreaker::Call> call =
-      peers_[index].breaker->Admit(clock_->SteadyNs() + options_.connect_timeout.count());
-  if (!call) return {};
-  Result<std::shared_ptr<TransferPeer>> opened = TransferPeer::Connect(addresses_[index], options_);
+Status RemotePeers::Connect(Attempt& attempt) {
+  Result<std::shared_ptr<TransferPeer>> opened =
+      TransferPeer::Connect(addresses_[attempt.index], options_);
   Status status = opened.status();
   if (status.ok()) status = (*opened)->SetReceiver(receiver_);
   // Another model there is as good as nobody: it is not asked again at once.
-  call->Report(status.ok() ? status : Status(StatusCode::kUnavailable, ""));
+  attempt.call.Report(status.ok() ? status : Status(StatusCode::kUnavailable, ""));
   const std::lock_guard<std::mutex> lock(mutex_);
-  Peer& peer = peers_[index];
+  Peer& peer = peers_[attempt.index];
   if (status.ok()) {
     QUIRE_CHECK(peer.connection == nullptr) << peer.address << " has two connections";
     peer.connection = *std::move(opened);

@@ -1,10 +1,11 @@
 // The processes that compute prompts for this one: connections to them, what they say of
 // themselves, and which one is asked for a prompt.
 //
-// Threads: one of its own connects, and connects again, since that waits. The engine's thread
-// chooses and reports. The connections' threads write what arrives into the receiver. All state is
-// under one mutex, which is not held while anything waits. A peer that does not answer or loses
-// prompts is left alone for a while (CircuitBreaker).
+// Threads: one of its own connects, and connects again, since that waits; with several peers to
+// connect to, one for each, so that peers that do not answer are waited for together. The engine's
+// thread chooses and reports. The connections' threads write what arrives into the receiver. All
+// state is under one mutex, which is not held while anything waits. A peer that does not answer or
+// loses prompts is left alone for a while (CircuitBreaker).
 #ifndef QUIRE_ENGINE_REMOTE_REMOTE_PEERS_H_
 #define QUIRE_ENGINE_REMOTE_REMOTE_PEERS_H_
 
@@ -114,10 +115,17 @@ class RemotePeers {
   RemotePeers(const PrefillPeerOptions& options, const Passport& passport, KVTransfer* receiver,
               std::shared_ptr<Clock> clock);
   void Run() noexcept;
-  // Connects where there is no connection. The first error, unless one is a mistake of ours.
+  // A peer that may be connected to, and what came of it.
+  struct Attempt {
+    size_t index;
+    CircuitBreaker::Call call;
+    Status status{};
+  };
+  // Connects where there is no connection, everywhere at the same time. The first error, unless one
+  // is a mistake of ours.
   Status ConnectAll();
   bool IsMissing(size_t index);
-  Status Connect(size_t index);
+  Status Connect(Attempt& attempt);
   PrefillPeerInfo InfoOf(const Peer& peer) const;
 
   KVTransfer* const receiver_;

@@ -28,6 +28,11 @@ KVReceiver::KVReceiver(PagedSequences& kv, KVImporter& importer, WindowBook& win
                        std::shared_ptr<ParallelRunner> runner)
     : kv_(kv), importer_(importer), windows_(windows), runner_(std::move(runner)) {}
 
+void KVReceiver::SetReceiver(TransferReceiver* receiver) noexcept {
+  receiver_ = receiver;
+  kv_.receives = &receiver->receives();
+}
+
 std::vector<TransferLayer> KVReceiver::receive_layers() {
   std::vector<TransferLayer> layers;
   for (size_t l = 0; l < kv_.options.layers.size(); ++l) {
@@ -56,7 +61,6 @@ Result<ReservePlan> KVReceiver::PlanReserve(const char* call, int64_t seq_id, in
   reserve.StartBatch(1, kv_.groups.size());
   QUIRE_RETURN_IF_ERROR(
       importer_.Reserve(call, sequence, count, KVImporter::FirstPage::kOwn, &reserve));
-  TakeTileMemory();
   const int64_t first = kv_.tree.End(sequence.last);
   ReservePlan plan{.first_position = first, .layout = kv_.TransferLayout(sequence.long_factors)};
   if (kv_.groups.size() == 1) {
@@ -85,15 +89,6 @@ void KVReceiver::CommitReserve(const ReceiveShare& share) noexcept {
   reserve_ = {};
 }
 
-// Rows of a tile of the largest layer, once they are needed: parts arrive where nothing may fail.
-void KVReceiver::TakeTileMemory() {
-  if (!tile_memory_.empty()) return;
-  int64_t bytes = 0;
-  for (const AttentionLayerSpec& spec : kv_.options.layers)
-    bytes = std::max(bytes, LayerBytes(spec, kTilePositions));
-  tile_memory_.resize(static_cast<size_t>(bytes));
-}
-
 // All that the receiver writes to pages.
 void KVReceiver::Write(const TokenSlots& slots, int64_t layer, int64_t first, const LayerKV& rows,
                        int64_t count) noexcept {
@@ -103,7 +98,7 @@ void KVReceiver::Write(const TokenSlots& slots, int64_t layer, int64_t first, co
 }
 
 void KVReceiver::StoreReceived(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
-                               const LayerKV& rows, std::span<const uint8_t> is_there) noexcept {
+                               const LayerKV& rows, OtherHeads& others) noexcept {
   const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(layer)];
   if (part.head_count == spec.num_kv_heads)
     return Write(slots, layer, part.first_row, rows, part.count);
@@ -111,17 +106,19 @@ void KVReceiver::StoreReceived(const TokenSlots& slots, int64_t layer, const Rec
     ReceivePart piece = part;
     piece.first_row += done;
     piece.count = std::min<int64_t>(kTilePositions, part.count - done);
-    StoreHeads(slots, layer, piece, RowsOf(rows, done, piece.count), is_there);
+    StoreHeads(slots, layer, piece, RowsOf(rows, done, piece.count), others.tile.data(),
+               others.is_there.data() + done * spec.num_kv_heads);
   }
 }
 
 // Pages take whole rows: the other heads go in once more as they are there, or as zero.
 void KVReceiver::StoreHeads(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
-                            const LayerKV& rows, std::span<const uint8_t> is_there) noexcept {
+                            const LayerKV& rows, std::byte* tile,
+                            const uint8_t* is_there) noexcept {
   const AttentionLayerSpec& spec = kv_.options.layers[static_cast<size_t>(layer)];
   const int64_t heads = spec.num_kv_heads;
   QUIRE_DCHECK(part.count <= kTilePositions);
-  const LayerKV all = LayerRowsIn(tile_memory_.data(), spec, part.count);
+  const LayerKV all = LayerRowsIn(tile, spec, part.count);
   ReadRows(kv_.storage->layer(layer),
            std::span(slots.targets)
                .subspan(static_cast<size_t>(part.first_row), static_cast<size_t>(part.count)),
@@ -132,8 +129,7 @@ void KVReceiver::StoreHeads(const TokenSlots& slots, int64_t layer, const Receiv
            *runner_);
   for (int64_t row = 0; row < part.count; ++row) {
     for (int64_t head = 0; head < heads; ++head) {
-      if (is_there[static_cast<size_t>((part.first_row + row) * heads + head)] == 0)
-        ZeroHead(all, row, head);
+      if (is_there[row * heads + head] == 0) ZeroHead(all, row, head);
     }
   }
   CopyHeads(rows, 0, all, part.first_head, part.head_count);

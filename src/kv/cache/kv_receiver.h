@@ -35,7 +35,7 @@ class KVReceiver final : public ReceivingPart, private ReceivedRows {
   // ---- ReceivingPart.
   std::vector<TransferLayer> receive_layers() override;
   size_t receive_groups() const override { return kv_.groups.size(); }
-  void SetReceiver(TransferReceiver* receiver) noexcept override { receiver_ = receiver; }
+  void SetReceiver(TransferReceiver* receiver) noexcept override;
   // REQUIRES: no forward is open.
   Result<ReservePlan> PlanReserve(const char* call, int64_t seq_id, int64_t count) override;
   void CommitReserve(const ReceiveShare& share) noexcept override;
@@ -56,16 +56,16 @@ class KVReceiver final : public ReceivingPart, private ReceivedRows {
  private:
   Status CheckSequence(const char* call, int32_t index, int64_t count) const;
   // The first n pending tokens of the sequence stay, as committed ones. REQUIRES: nobody writes to
-  // their pages any more.
+  // the pages of those that stay any more.
   void Keep(int32_t index, int64_t n) noexcept;
-  void TakeTileMemory();
   void StoreReceived(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
-                     const LayerKV& rows, std::span<const uint8_t> is_there) noexcept override;
+                     const LayerKV& rows, OtherHeads& others) noexcept override;
+  bool WritesFreedPages() const override { return kv_.options.poison_freed_pages; }
   void Write(const TokenSlots& slots, int64_t layer, int64_t first, const LayerKV& rows,
              int64_t count) noexcept;
-  // Some heads of at most a tile's rows.
+  // Some heads of at most a tile's rows. is_there: [row of these][head].
   void StoreHeads(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
-                  const LayerKV& rows, std::span<const uint8_t> is_there) noexcept;
+                  const LayerKV& rows, std::byte* tile, const uint8_t* is_there) noexcept;
 
   PagedSequences& kv_;
   KVImporter& importer_;
@@ -75,7 +75,6 @@ class KVReceiver final : public ReceivingPart, private ReceivedRows {
   int32_t index_ = SequenceTable::kAbsent;  // of the planned call
   int64_t taken_ = 0;
   ForwardPlan reserve_;  // from PlanReserve to its end; of one sequence that gets no rows
-  std::vector<std::byte> tile_memory_;  // of StoreReceived
   std::atomic<int64_t> tiles_opened_ = 0;
 };
 

@@ -54,7 +54,8 @@ Result<std::unique_ptr<AttentionKVCache>> AttentionKVCache::Create(
 
 // ---------------------------------------------------------------------- creation
 
-Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheOptions options) {
+Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(
+    AttentionKVCacheOptions options, std::shared_ptr<ParallelRunner> receive_runner) {
   return GuardEntry([&]() -> Result<std::unique_ptr<AttentionKVCache>> {
     QUIRE_ASSIGN_OR_RETURN(std::vector<LayerGroup> groups, MakeLayerGroups(options));
     const Result<const Backend*> backend = FindBackend(options.kernel_path);
@@ -67,7 +68,9 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(AttentionKVCacheO
     if (options.runner == nullptr) {
       QUIRE_ASSIGN_OR_RETURN(options.runner, CreateThreadPool(0));
     }
-    QUIRE_ASSIGN_OR_RETURN(auto receive_runner, CreateThreadPool(1));
+    if (receive_runner == nullptr) {
+      QUIRE_ASSIGN_OR_RETURN(receive_runner, CreateThreadPool(1));
+    }
     options.kernel_path = (*backend)->name;
     return std::unique_ptr<AttentionKVCache>(
         new PagedKVCache(std::move(options), std::move(groups), std::move(ropes),

@@ -43,7 +43,9 @@ namespace quire {
 
 class PagedKVCache final : public CacheQueries, public PlannedState {
  public:
-  static Result<std::unique_ptr<AttentionKVCache>> Create(AttentionKVCacheOptions options);
+  // `receive_runner` copies what is received, on the threads that bring it; null: one of its own.
+  static Result<std::unique_ptr<AttentionKVCache>> Create(
+      AttentionKVCacheOptions options, std::shared_ptr<ParallelRunner> receive_runner = nullptr);
 
   // The calls of ControlledState in two halves, for a state that has this cache as a part. The call
   // is inside the gate from a Plan that worked until Commit or Drop.

@@ -85,8 +85,10 @@ Status PagedSequences::CheckHeld(const char* call, const Sequence& sequence, int
 
 Status PagedSequences::CheckPages(const char* call, std::span<const int64_t> page_counts) const {
   QUIRE_DCHECK(page_counts.size() == groups.size());
+  bool takes_some = false;
   for (size_t g = 0; g < groups.size(); ++g) {
     const PagePool& pool = tree.pool(static_cast<int>(g));
+    takes_some |= page_counts[g] > 0;
     if (page_counts[g] <= pool.free_count()) continue;
     return Status(StatusCode::kOutOfPages,
                   std::string(call) + ": needs " + std::to_string(page_counts[g]) + " pages of " +
@@ -96,6 +98,7 @@ Status PagedSequences::CheckPages(const char* call, std::span<const int64_t> pag
                       std::to_string(pool.page_count()) +
                       " are free; remove or pop sequences and call again");
   }
+  if (takes_some && receives != nullptr) receives->AwaitLateCopies();
   return Status();
 }
 

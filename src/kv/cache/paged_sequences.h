@@ -22,6 +22,7 @@
 #include "kv/pages/layer_groups.h"
 #include "kv/pages/page_storage.h"
 #include "kv/pages/token_tree.h"
+#include "kv/transfer/pending_receives.h"
 #include "quire/attention_kv_cache.h"
 #include "quire/status.h"
 
@@ -56,7 +57,8 @@ struct PagedSequences {
   // BadArgument if windows have let go of some of its tokens in [start, end) of the group.
   Status CheckHeld(const char* call, const Sequence& sequence, int group, int64_t start,
                    int64_t end) const;
-  // OutOfPages unless this number of pages is free in each group. [group]
+  // OutOfPages unless this number of pages is free in each group. [group] Those that are free then
+  // may be taken: nobody writes to them.
   Status CheckPages(const char* call, std::span<const int64_t> page_counts) const;
 
   // Slots of the positions from `start` on, of the path that ends in `last`.
@@ -69,6 +71,7 @@ struct PagedSequences {
   const std::vector<LayerGroup> groups;
   const std::vector<int> layer_groups;  // [layer] -> index in groups
   const std::unique_ptr<PageStorage> storage;
+  const PendingReceives* receives = nullptr;  // of the receiver that writes to pages; null: none
   SequenceControl control;
   BlockTree tree;
   TokenTrees trees;

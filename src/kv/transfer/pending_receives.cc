@@ -157,6 +157,16 @@ LayerKV LayerRowsIn(std::byte* memory, const AttentionLayerSpec& spec, int64_t c
 
 // ---------------------------------------------------------------------- reservations
 
+PendingReceives::PendingReceives(std::vector<TransferLayer> layers)
+    : layers_(std::move(layers)),
+      writes_freed_pages_(std::ranges::any_of(layers_, [](const TransferLayer& layer) {
+        return layer.pages != nullptr && layer.pages->WritesFreedPages();
+      })) {}
+
+PendingReceives::~PendingReceives() {
+  QUIRE_CHECK(late_ == 0) << "a channel stores in a state that is gone";
+}
+
 std::shared_ptr<PendingReceives::Receive> PendingReceives::Prepare(int64_t seq_id,
                                                                    int64_t first_position,
                                                                    int64_t count,
@@ -201,25 +211,46 @@ void PendingReceives::Add(std::shared_ptr<Receive> receive) noexcept {
   receives_.push_back(std::move(receive));
 }
 
-void PendingReceives::EndLocked(uint64_t epoch) noexcept {
+void PendingReceives::EndLocked(Receive& receive) noexcept {
+  receive.is_over = true;
+  if (receive.is_copying) ++late_;
   const size_t ended =
-      std::erase_if(receives_, [&](const auto& receive) { return receive->epoch == epoch; });
-  QUIRE_DCHECK(ended == 1) << "there is no reservation of epoch " << epoch;
+      std::erase_if(receives_, [&](const auto& other) { return other.get() == &receive; });
+  QUIRE_DCHECK(ended == 1) << "epoch " << receive.epoch << " is over already";
   changed_.notify_all();
+  copied_.notify_all();
 }
 
 void PendingReceives::EndOf(int64_t seq_id) noexcept {
-  const std::lock_guard lock(mutex_);
-  const size_t ended =
-      std::erase_if(receives_, [&](const auto& receive) { return receive->seq_id == seq_id; });
-  QUIRE_DCHECK(ended <= 1) << "sequence " << seq_id << " has " << ended << " reservations";
-  changed_.notify_all();
+  std::unique_lock lock(mutex_);
+  const auto of = [](const auto& receive) { return receive->seq_id; };
+  const auto place = std::ranges::find(receives_, seq_id, of);
+  if (place == receives_.end()) return;
+  const std::shared_ptr<Receive> receive = *place;
+  if (writes_freed_pages_) AwaitCopy(lock, *receive);
+  EndLocked(*receive);
 }
 
 void PendingReceives::Clear() noexcept {
-  const std::lock_guard lock(mutex_);
-  receives_.clear();
-  changed_.notify_all();
+  std::unique_lock lock(mutex_);
+  while (!receives_.empty()) {
+    const std::shared_ptr<Receive> receive = receives_.back();
+    if (writes_freed_pages_) AwaitCopy(lock, *receive);
+    EndLocked(*receive);
+  }
+}
+
+void PendingReceives::AwaitCopy(std::unique_lock<std::mutex>& lock, Receive& receive) noexcept {
+  receive.is_awaited = true;
+  copied_.wait(lock, [&] { return !receive.is_copying; });
+  receive.is_awaited = false;
+  copied_.notify_all();
+}
+
+void PendingReceives::AwaitLateCopies() const noexcept {
+  if (late_ == 0) return;
+  std::unique_lock lock(mutex_);
+  copied_.wait(lock, [&] { return late_ == 0; });
 }
 
 // ---------------------------------------------------------------------- look-up
@@ -355,7 +386,8 @@ Status PendingReceives::Store(uint64_t epoch, int64_t layer, const ReceivePart& 
   // The caller's memory until it is stored: several senders' parts are verified at a time.
   std::optional<uint32_t> found;
   if (digest.has_value()) found = DigestOfHeads(view.rows, 0, part.head_count);
-  const std::lock_guard lock(mutex_);
+  ReceivedRows::OtherHeads others = OtherHeadsOf(layer, part);
+  std::unique_lock lock(mutex_);
   QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("Store", epoch, layer, part));
   if (found != digest) {
     const Status corrupt(StatusCode::kCorrupt,
@@ -368,44 +400,102 @@ Status PendingReceives::Store(uint64_t epoch, int64_t layer, const ReceivePart& 
     changed_.notify_all();
     return corrupt;
   }
-  if (!LayerAt(layer).is_state()) {
-    StoreRows(*receive, layer, part, view.rows);
-    return Status();
-  }
-  Layer& to = LayerOf(*receive, layer);
-  to.rows = 0;
-  to.stored = part.first_row;
-  std::memcpy(to.state.data(), view.rows.k.data(),
-              static_cast<size_t>(to.state.element_count() * DTypeBytes(to.state.dtype())));
-  return Status();
+  copied_.wait(lock,
+               [&] { return receive->is_over || (!receive->is_copying && !receive->is_awaited); });
+  QUIRE_RETURN_IF_ERROR(RequireLocked("Store", epoch).status());
+  BeginCopyLocked(*receive, layer, part, &others);
+  lock.unlock();
+  Copy(*receive, layer, part, view.rows, others);
+  lock.lock();
+  EndCopyLocked(*receive, layer, part);
+  return RequireLocked("Store", epoch).status();
 }
 
-void PendingReceives::StoreRows(Receive& receive, int64_t layer, const ReceivePart& part,
-                                const LayerKV& rows) noexcept {
+// ---------------------------------------------------------------------- copies
+
+ReceivedRows::OtherHeads PendingReceives::OtherHeadsOf(int64_t layer,
+                                                       const ReceivePart& part) const {
   const TransferLayer& of = LayerAt(layer);
-  QUIRE_DCHECK(of.pages != nullptr);
+  ReceivedRows::OtherHeads others;
+  if (part.head_count == of.heads()) return others;
+  others.tile.resize(static_cast<size_t>(LayerBytes(*of.rows, kTilePositions)));
+  others.is_there.resize(static_cast<size_t>(part.count * of.heads()));
+  return others;
+}
+
+void PendingReceives::BeginCopyLocked(Receive& receive, int64_t layer, const ReceivePart& part,
+                                      ReceivedRows::OtherHeads* others) noexcept {
+  QUIRE_DCHECK(!receive.is_over && !receive.is_copying);
+  receive.is_copying = true;
   Layer& to = LayerOf(receive, layer);
+  if (LayerAt(layer).is_state()) {
+    to.rows = 0;
+    to.stored = -1;
+    return;
+  }
+  OpenTilesLocked(receive, layer, part);
+  const int64_t heads = LayerAt(layer).heads();
+  const auto first = to.head.begin() + part.first_row * heads;
+  if (!others->is_there.empty())
+    std::copy(first, first + part.count * heads, others->is_there.begin());
+  for (int64_t row = part.first_row; row < part.first_row + part.count; ++row) {
+    std::fill_n(to.head.begin() + row * heads + part.first_head, part.head_count, kAbsent);
+    to.rows -= std::exchange(to.row[static_cast<size_t>(row)], uint8_t{0});
+  }
+  QUIRE_DCHECK(to.rows >= 0);
+}
+
+// A tile is open from its first row on, and is opened again by a part that has all of it.
+void PendingReceives::OpenTilesLocked(Receive& receive, int64_t layer,
+                                      const ReceivePart& part) noexcept {
+  const TransferLayer& of = LayerAt(layer);
   const int64_t heads = of.heads();
   const int64_t end = part.first_row + part.count;
   TokenSlots& slots = receive.slots[static_cast<size_t>(of.group)];
-  // A tile is open from its first row on, and is opened again by a part that has all of it.
   std::fill(slots.opens_tile.begin() + part.first_row, slots.opens_tile.begin() + end, uint8_t{0});
   for (int64_t row = part.first_row; row < end;) {
     const TokenRange tile = TileOf(slots, row);
     const bool has_all =
         part.head_count == heads && tile.begin >= part.first_row && tile.end <= end;
-    const auto head = to.head.begin();
+    const auto head = LayerOf(receive, layer).head.begin();
     const auto is_absent = [](uint8_t x) { return x == kAbsent; };
     slots.opens_tile[static_cast<size_t>(row)] =
         has_all || std::all_of(head + tile.begin * heads, head + tile.end * heads, is_absent);
     row = tile.end;
   }
-  of.pages->StoreReceived(slots, of.layer, part, rows, to.head);
-  for (int64_t row = part.first_row; row < end; ++row) {
-    std::fill_n(to.head.begin() + row * heads + part.first_head, part.head_count, kStored);
-    to.rows -= std::exchange(to.row[static_cast<size_t>(row)], uint8_t{0});
+}
+
+void PendingReceives::Copy(Receive& receive, int64_t layer, const ReceivePart& part,
+                           const LayerKV& rows, ReceivedRows::OtherHeads& others) const noexcept {
+  const TransferLayer& of = LayerAt(layer);
+  if (of.is_state()) {
+    const TensorView& state = LayerOf(receive, layer).state;
+    std::memcpy(state.data(), rows.k.data(),
+                static_cast<size_t>(state.element_count() * DTypeBytes(state.dtype())));
+    return;
   }
-  QUIRE_DCHECK(to.rows >= 0);
+  QUIRE_DCHECK(of.pages != nullptr);
+  of.pages->StoreReceived(receive.slots[static_cast<size_t>(of.group)], of.layer, part, rows,
+                          others);
+}
+
+void PendingReceives::EndCopyLocked(Receive& receive, int64_t layer,
+                                    const ReceivePart& part) noexcept {
+  QUIRE_DCHECK(receive.is_copying);
+  receive.is_copying = false;
+  copied_.notify_all();
+  if (receive.is_over) {
+    --late_;
+    return;
+  }
+  Layer& to = LayerOf(receive, layer);
+  if (LayerAt(layer).is_state()) {
+    to.stored = part.first_row;
+    return;
+  }
+  const int64_t heads = LayerAt(layer).heads();
+  for (int64_t row = part.first_row; row < part.first_row + part.count; ++row)
+    std::fill_n(to.head.begin() + row * heads + part.first_head, part.head_count, kStored);
 }
 
 Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePart& part) {

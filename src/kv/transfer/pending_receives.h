@@ -6,24 +6,36 @@
 // Bytes go to staging memory first, a piece for each part. When they are verified, rows go from
 // there to their pages, whichever heads they are, and a state to memory of its reservation, until
 // that is committed; the piece is free then. They count when the sender's forward has ended. So a
-// page is written under the lock alone and by its reservation's epoch alone, and is free for others
-// as soon as the epoch is over; what a channel still writes then is staging memory, which it holds
-// itself.
+// page is written by its reservation's epoch alone, and is free for others as soon as the epoch is
+// over; what a channel still writes then is staging memory, which it holds itself.
+//
+// Neither the digest nor the copy to the pages holds the lock. Reservations are copied to at the
+// same time; one of them has one copy at a time, since pages take whole rows, and parts of other
+// heads of the same rows would meet there. A copy may outlast its reservation:
+// - A cancel waits for no copy. The reservation is over at once, its pages are free at once, and
+//   the copy is *late*. Nobody else writes to those pages before it ends: whoever takes pages waits
+//   for late copies first (AwaitLateCopies), for no longer than a part takes.
+// - A commit keeps the first pages, so it waits for the copy of its own reservation, and no other
+//   one begins meanwhile. Where a page is written as it becomes free, a cancel waits as well.
 //
 // Invariants:
 // - An epoch names one reservation and is never used again; a sequence has at most one.
 // - For a layer with rows, `rows` counts the rows all of whose heads count; for a layer with a
 //   state, `rows` is 0 or the number of tokens before the state that counts.
+// - What is being copied is absent: it does not count, and cannot be completed.
+// - late_ counts the copies whose reservations are over. With 0 of them, each page that is being
+//   written is one of a reservation.
 //
 // A reservation starts in a page of its own, so nothing that a forward reads lies in a page that is
 // written here. Parts may come in any order: a tile is opened, for each layer, by the first of its
 // rows that comes, whichever that is. So a reservation touches no page, whatever its length, and
 // what is committed lies in open tiles, since all of its rows have come.
 //
-// All calls from any thread; pages and slots are read and written under the lock.
+// All calls from any thread; what ends reservations, from one at a time.
 #ifndef QUIRE_KV_TRANSFER_PENDING_RECEIVES_H_
 #define QUIRE_KV_TRANSFER_PENDING_RECEIVES_H_
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -43,12 +55,19 @@ namespace quire {
 // Where the rows of a part of a state go.
 class ReceivedRows {
  public:
+  // What a copy of some heads has of the others, since pages take whole rows.
+  struct OtherHeads {
+    std::vector<std::byte> tile{};    // memory for all heads of a tile's rows
+    std::vector<uint8_t> is_there{};  // [row of the part][head] != 0: it is in its page already
+  };
   // Copies a part of a reservation to its pages; rows are [part.count, part.head_count, dim].
   // `layer` is the part's number of it. The slots' opens_tile are 1 where the part has the first
-  // row that comes to a tile, or all of one. is_there[row * heads + head] != 0: that one is in its
-  // page already.
+  // row that comes to a tile, or all of one. `others`: for a part of some heads. On any thread, and
+  // for several reservations at a time.
   virtual void StoreReceived(const TokenSlots& slots, int64_t layer, const ReceivePart& part,
-                             const LayerKV& rows, std::span<const uint8_t> is_there) noexcept = 0;
+                             const LayerKV& rows, OtherHeads& others) noexcept = 0;
+  // Whether a page is written as it becomes free.
+  virtual bool WritesFreedPages() const = 0;
 
  protected:
   ~ReceivedRows() = default;
@@ -77,7 +96,10 @@ inline uint64_t JoinLayouts(uint64_t first, uint64_t next) {
 
 class PendingReceives {
  public:
-  explicit PendingReceives(std::vector<TransferLayer> layers) : layers_(std::move(layers)) {}
+  explicit PendingReceives(std::vector<TransferLayer> layers);
+  ~PendingReceives();
+  PendingReceives(const PendingReceives&) = delete;
+  PendingReceives& operator=(const PendingReceives&) = delete;
   const std::vector<TransferLayer>& layers() const { return layers_; }
 
   // Memory for a reservation of `count` tokens, which Add makes one, and its epoch. May throw
@@ -88,7 +110,7 @@ class PendingReceives {
   // REQUIRES: `receive` was returned by Prepare, its slots are filled in, and no other one was
   // prepared in between.
   void Add(std::shared_ptr<Receive> receive) noexcept;
-  // Ends the sequence's reservation, if it has one. From here on nobody writes to its pages.
+  // Ends the sequence's reservation, if it has one.
   void EndOf(int64_t seq_id) noexcept;
   void Clear() noexcept;
   // Runs body(Receive&) -> Status for a reservation whose first n tokens are complete, and ends the
@@ -97,13 +119,16 @@ class PendingReceives {
   // layers with rows are complete and all states are those after token n. n = 0: whatever has come.
   template <typename F>
   Status Take(const char* call, uint64_t epoch, int64_t n, F&& body) {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked(call, epoch));
+    if (n != 0 || writes_freed_pages_) AwaitCopy(lock, *receive);
     if (n != 0) QUIRE_RETURN_IF_ERROR(RequireCompleteLocked(call, *receive, n));
     QUIRE_RETURN_IF_ERROR(body(*receive));
-    EndLocked(epoch);
+    EndLocked(*receive);
     return Status();
   }
+  // Until no copy writes to a page of a reservation that is over: before free pages are taken.
+  void AwaitLateCopies() const noexcept;
 
   struct Claim {
     int64_t seq_id = -1;
@@ -143,6 +168,9 @@ class PendingReceives {
     std::unique_ptr<std::byte[]> states;  // memory of theirs
     std::vector<Layer> layers;
     Status failure;
+    bool is_over = false;
+    bool is_copying = false;  // a part, without the lock; opens_tile of `slots` is the copy's
+    bool is_awaited = false;  // no further copy begins
   };
 
  private:
@@ -151,20 +179,32 @@ class PendingReceives {
   Result<std::shared_ptr<Receive>> FindPart(const char* call, uint64_t epoch, int64_t layer,
                                             const ReceivePart& part) const;
   Status RequireCompleteLocked(const char* call, const Receive& receive, int64_t n) const;
-  void EndLocked(uint64_t epoch) noexcept;
+  // Until the reservation is not copied to.
+  void AwaitCopy(std::unique_lock<std::mutex>& lock, Receive& receive) noexcept;
+  // REQUIRES: the caller holds it.
+  void EndLocked(Receive& receive) noexcept;
   const TransferLayer& LayerAt(int64_t layer) const { return layers_[static_cast<size_t>(layer)]; }
   static Layer& LayerOf(Receive& receive, int64_t layer) {
     return receive.layers[static_cast<size_t>(layer)];
   }
-  void StoreRows(Receive& receive, int64_t layer, const ReceivePart& part,
-                 const LayerKV& rows) noexcept;
+  // A copy: what it needs, its beginning, the copy itself, its end.
+  ReceivedRows::OtherHeads OtherHeadsOf(int64_t layer, const ReceivePart& part) const;
+  void BeginCopyLocked(Receive& receive, int64_t layer, const ReceivePart& part,
+                       ReceivedRows::OtherHeads* others) noexcept;
+  void OpenTilesLocked(Receive& receive, int64_t layer, const ReceivePart& part) noexcept;
+  void Copy(Receive& receive, int64_t layer, const ReceivePart& part, const LayerKV& rows,
+            ReceivedRows::OtherHeads& others) const noexcept;
+  void EndCopyLocked(Receive& receive, int64_t layer, const ReceivePart& part) noexcept;
   Status CompleteRows(Receive& receive, int64_t layer, const ReceivePart& part);
 
   const std::vector<TransferLayer> layers_;
+  const bool writes_freed_pages_;
   const std::shared_ptr<StagingMemory> staging_ = std::make_shared<StagingMemory>();
 
   mutable std::mutex mutex_;
-  mutable std::condition_variable changed_;
+  mutable std::condition_variable changed_;  // for those that wait for rows
+  mutable std::condition_variable copied_;   // a copy has ended, or may begin
+  std::atomic<int64_t> late_ = 0;            // changes under the lock
   uint64_t next_epoch_ = 1;
   std::vector<std::shared_ptr<Receive>> receives_;
 };

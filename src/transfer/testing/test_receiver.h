@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -148,6 +149,7 @@ class TestReceiver final : public KVTransfer {
   }
   Status Store(uint64_t epoch, int64_t layer, const ReceivePart& part, const ReceiveView& view,
                std::optional<uint32_t> digest) override {
+    if (on_store) on_store();
     const std::lock_guard lock(mutex_);
     const auto found = open.find(epoch);
     if (found == open.end()) return Status(StatusCode::kNotFound, "the reservation is over");
@@ -205,6 +207,7 @@ class TestReceiver final : public KVTransfer {
   uint64_t last_epoch = 0;
   int64_t views = 0;
   bool is_without_memory = false;  // GetReceiveProgress is refused some
+  std::function<void()> on_store;  // runs where rows are copied; set before any come
 
  private:
   bool HasRows(uint64_t epoch, int64_t n) const {
