@@ -32,6 +32,7 @@ BEGIN = "<!-- figures: written by tools/soak -->"
 END = "<!-- end of figures -->"
 SERVER = "tests/python/serve/test_serve_soak.py"
 STAGES = "tests/python/test_transfer_stages.py"
+NETWORK = "tests/python/test_transfer_network.py"
 ATTACKERS = "tests/python/serve/test_serve_attackers.py"
 HEAD = "| capability | what must not happen | reached | goal | rounds | date | commit | machine |"
 
@@ -96,6 +97,23 @@ CAPABILITIES = (
         "sessions",
         100_000,
         "R17: bytes of a transfer that are changed, repeated, moved or cut off count as rows",
+    ),
+    Capability(
+        "transfer-networks",
+        NETWORK,
+        "test_no_network_costs_a_bit_or_a_page",
+        "faults",
+        1_000,
+        "R17: a network between two namespaces that is slow, cut for a while or dead in one "
+        "direction costs a transfer a bit, a row that had come or a page",
+    ),
+    Capability(
+        "transfer-copies",
+        "src/kv/cache/kv_copies_test",
+        "*EndsAtAnyMomentCostNobodyABit",
+        "cancels",
+        1_000_000,
+        "R18: rows that are copied while their reservation ends reach a page of somebody else",
     ),
     Capability(
         "transfer-cancels",

@@ -687,7 +687,7 @@ bool PeerConnection::ReadSome(std::unique_lock<std::mutex>& session_lock, int re
   return true;
 }
 
-// Whoever cancels or asks for something does not wait for the copy.
+// A thread that cancels or asks for something does not wait for the copy.
 void PeerConnection::StoreDue(std::unique_lock<std::mutex>& session_lock) {
   ReceiveHalf::DueStore due = session_.receives().TakeDue();
   is_storing_ = true;

@@ -9,7 +9,7 @@
 // of it, a part waits, and with it all that the peer sends.
 //
 // Storing copies rows, which takes its time: this does not do it, and says what is due (TakeDue).
-// Whoever reads the connection does it before it reads on, and tells what came of it (OnStored);
+// The thread that reads does it before it reads on, and tells what came of it (OnStored);
 // meanwhile all other calls are allowed.
 #ifndef QUIRE_TRANSFER_RECEIVE_HALF_H_
 #define QUIRE_TRANSFER_RECEIVE_HALF_H_

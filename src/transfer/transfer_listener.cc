@@ -20,7 +20,7 @@
 namespace quire {
 namespace {
 
-// For how long an opening keeps its place, whoever else comes: many times what a peer takes.
+// For how long an opening keeps its place in any case: many times what a peer takes.
 constexpr int64_t kOpeningLeastNs = 50 * kNsPerMs;
 
 // Connections of a socket, with TLS if there is a context.

@@ -13,8 +13,8 @@
 // same time; one of them has one copy at a time, since pages take whole rows, and parts of other
 // heads of the same rows would meet there. A copy may outlast its reservation:
 // - A cancel waits for no copy. The reservation is over at once, its pages are free at once, and
-//   the copy is *late*. Nobody else writes to those pages before it ends: whoever takes pages waits
-//   for late copies first (AwaitLateCopies), for no longer than a part takes.
+//   the copy is *late*. Nobody else writes to those pages before it ends: a call that takes pages
+//   waits for late copies first (AwaitLateCopies), for no longer than a part takes.
 // - A commit keeps the first pages, so it waits for the copy of its own reservation, and no other
 //   one begins meanwhile. Where a page is written as it becomes free, a cancel waits as well.
 //
