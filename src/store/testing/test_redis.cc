@@ -43,7 +43,7 @@ int Listen(int* port) {
 }
 
 // A port that is free, and whose port of the cluster's bus is. Both lie below those that the system
-// gives to connections and to whoever asks for any: nobody takes them before the server does.
+// gives to connections and to programs that ask for any: no other one takes them before the server.
 int FreePort() {
   std::random_device random;  // other processes look for ports, too
   while (true) {
