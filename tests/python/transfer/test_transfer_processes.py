@@ -29,6 +29,9 @@ from test_transfer import LAYERS, extend, make_cache
 SECONDS = 60.0  # for what must come; nothing waits so long
 PROMPT = list(range(1000, 1040))
 
+# Other processes import what this file does.
+WITH_PATH = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
 
 class OtherProcess:
     """This file as a program. It ends with the test."""
@@ -39,6 +42,7 @@ class OtherProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=WITH_PATH,
         )
 
     def read(self) -> Any:
@@ -619,7 +623,7 @@ def test_a_server_without_files_left_waits(server: str) -> None:
         text=True,
         timeout=SECONDS,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=WITH_PATH,
     )
     assert ended.returncode == 0, ended.stderr
     assert float(ended.stdout) < 0.2  # of a second, which it once took whole
