@@ -70,8 +70,8 @@ struct EngineOptions {
   std::string kernel_path = {};
   int64_t page_size = 0;        // 0 = default
   int64_t prefill_chunk = 512;  // most new tokens of one step
-  // While samples decode, prompts are cut so that few steps take longer, as far as steps before tell
-  // (at least 16 tokens of a step): the most that the next tokens of others wait for them.
+  // While samples decode, prompts are cut so that few steps take longer, as far as steps before
+  // tell (at least 16 tokens of a step): the most that the next tokens of others wait for them.
   int64_t max_step_ms = 100;
   int64_t max_num_sequences = 64;  // samples that are worked on at a time
   int64_t max_waiting = 65536;     // requests in the queue; they cost the memory of their prompts

@@ -31,8 +31,8 @@ class TransferSession final : private FrameReader::Handler {
     // The two sides match; the peer takes `window_bytes` of parts, and `receiver` names it.
     virtual void OnOpen(int64_t window_bytes, const wire::Instance& receiver) = 0;
     virtual void OnLoad(const TransferLoad& load) = 0;
-    // Nothing begins on it any more. Called before receives and sends are ended: what waits for them
-    // finds the reason.
+    // Nothing begins on it any more. Called before receives and sends are ended: what waits for
+    // them finds the reason.
     virtual void OnOver(const Status& why) noexcept = 0;
 
    protected:

@@ -88,7 +88,7 @@ class TestSession final : private TransferSession::Owner {
   int64_t window_left = 0;
   wire::Instance peer_instance{};
   TransferLoad load;
-  Status reason;  // why the session is over
+  Status reason;                              // why the session is over
   std::map<uint64_t, TransferRequest> sends;  // by epoch: open
   std::map<uint64_t, Status> over;
   TransferSession session;
