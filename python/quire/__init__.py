@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Stream,
         Usage,
     )
+    from quire.grammar import Grammar
     from quire.kv_cache import KVCache, LayerSpec, RopeOptions, default_page_size, rope_frequencies
     from quire.packing import pack_model
     from quire.recurrent_cache import RecurrentCache, RecurrentLayerSpec

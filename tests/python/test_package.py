@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -164,6 +165,15 @@ def test_all_names_of_the_package_are_there() -> None:
     assert set(quire.__all__) <= set(dir(quire))
     with pytest.raises(AttributeError, match="Enginee"):
         quire.Enginee  # noqa: B018
+
+
+def test_a_type_checker_sees_all_names_of_the_package() -> None:
+    tree = ast.parse(Path(quire.__file__).read_text(encoding="utf-8"))
+    for_checkers = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in for_checkers.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    loaded = quire._MODULE_OF
+    assert {name: seen.get(name) for name in loaded} == loaded
 
 
 def test_the_example_of_the_readme_runs(
