@@ -179,7 +179,8 @@ TEST_F(KVCopies, NothingThatCancelsWaitsForOne) {
     const int64_t free = cache->GetNumAvailablePages();
     const uint64_t epoch = Reserve(0, 20).epoch;
     std::future<Status> stored = StoreHeld(epoch, Rows(0, 20));
-    std::future<Status> ended = std::async(std::launch::async, [&, epoch] { return end(epoch); });
+    std::future<Status> ended =
+        std::async(std::launch::async, [end = end, epoch] { return end(epoch); });
     const bool has_ended = ended.wait_for(kSoon) == std::future_status::ready;
     EXPECT_TRUE(has_ended);
     const bool is_cancel = name == std::string("cancel") || name == std::string("pop");
