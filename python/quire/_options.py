@@ -353,8 +353,8 @@ class EngineOptions(TypedDict, total=False):
         int,
         Option(
             100,
-            "while samples decode, prompts are cut so that few steps take longer, but to no less than "
-            "16 tokens of a step: the most that the next tokens of others wait for them.",
+            "while samples decode, prompts are cut so that few steps take longer, but to no less "
+            "than 16 tokens of a step: the most that the next tokens of others wait for them.",
             Flag(
                 "while answers are computed, long prompts are cut so that the next token of each "
                 "answer waits at most about this long (default: 100)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,8 @@ def test_a_capability_is_cases_of_a_program_that_report_its_figure(
         assert f"def {capability.cases}(" in text
         assert f'record_property("{capability.figure}"' in text
         return
-    source = source_tree.ROOT / f"{capability.program}.cc"
+    folder, name = os.path.split(capability.program)
+    (source,) = (source_tree.ROOT / folder).rglob(f"{name}.cc")  # a target may have a folder's file
     for figure in (capability.figure, *capability.also):
         assert f'ReportFigure("{figure}"' in source.read_text(encoding="utf-8")
     listed = subprocess.run(

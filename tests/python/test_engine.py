@@ -616,7 +616,7 @@ def test_a_model_without_tokenizer_takes_and_gives_ids(
 
 
 def test_a_closed_engine_says_so(tiny: TinyModel) -> None:
-    engine = quire.Engine(tiny.directory, dtype="float32", threads=1)
+    engine = quire.Engine(tiny.directory, dtype="float32", threads=1, page_size=16)
     # Longer than any machine needs until the engine is closed.
     stream = engine.stream("The", max_tokens=1_000_000, window=64, ignore_eos=True)
     next(stream)
