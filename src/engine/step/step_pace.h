@@ -26,8 +26,9 @@ class StepPace {
   double seconds_per_token() const noexcept { return mean_ + kDeviations * deviation_; }
 
  private:
-  // 1 % of normally distributed steps are above the mean by 2.9 times the mean distance from it.
-  static constexpr double kDeviations = 3;
+  // 1 % of normally distributed steps are above the mean by 2.9 times the mean distance from it;
+  // those of real machines have a longer tail.
+  static constexpr double kDeviations = 4;
   // Weight of the newest step: means are those of the last ten or so.
   static constexpr double kWeight = 0.2;
 
