@@ -4,7 +4,6 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -24,6 +23,7 @@
 #include "base/guard.h"
 #include "base/testing/refuse_each.h"
 #include "base/testing/soak.h"
+#include "base/testing/threads_of_process.h"
 #include "transfer/testing/faulty_channel.h"
 #include "transfer/testing/test_channels.h"
 #include "transfer/testing/test_session.h"
@@ -360,22 +360,19 @@ TEST(PeerConnection, ARequestDoesNotEndForNoReason) {
 
 // A stranger that connects at the limit of threads must not end the process.
 TEST(PeerConnection, AThreadThatTheSystemDoesNotGiveIsAnError) {
-  pthread_attr_t usual, huge;
-  ASSERT_EQ(::pthread_getattr_default_np(&usual), 0);
-  ASSERT_EQ(::pthread_attr_init(&huge), 0);
-  ASSERT_EQ(::pthread_attr_setstacksize(&huge, size_t{1} << 48), 0);
   Channels channels = MakeChannels(Way::kSocket);
-  ASSERT_EQ(::pthread_setattr_default_np(&huge), 0);
-  const auto connection =
-      PeerConnection::Start(std::move(channels[0]), "test", TestSessionOptions(true), nullptr);
-  const auto listener = TransferListener::Start({.peer = {.passport = TestPassport()}});
-  ASSERT_EQ(::pthread_setattr_default_np(&usual), 0);
-  for (const Status& status : {connection.status(), listener.status()}) {
+  Status found[2];
+  {
+    const ScopedNoThreads no_threads;
+    found[0] =
+        PeerConnection::Start(std::move(channels[0]), "test", TestSessionOptions(true), nullptr)
+            .status();
+    found[1] = TransferListener::Start({.peer = {.passport = TestPassport()}}).status();
+  }
+  for (const Status& status : found) {
     EXPECT_EQ(status.code(), StatusCode::kUnavailable);
     EXPECT_NE(status.message().find("thread"), std::string::npos) << status.ToString();
   }
-  ::pthread_attr_destroy(&huge);
-  ::pthread_attr_destroy(&usual);
 }
 
 // Each has its few moments, and then goes for the one that comes next; what is open stays.

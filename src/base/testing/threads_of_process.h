@@ -2,6 +2,7 @@
 #ifndef QUIRE_BASE_TESTING_THREADS_OF_PROCESS_H_
 #define QUIRE_BASE_TESTING_THREADS_OF_PROCESS_H_
 
+#include <gtest/gtest.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -32,6 +33,28 @@ inline void LeaveRoomForThreads(int count) {
   limit.rlim_cur = static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE)) + stacks;
   if (setrlimit(RLIMIT_AS, &limit) != 0) std::exit(101);
 }
+
+// While it lives, new threads want a stack that no address space has, so there are none.
+class ScopedNoThreads {
+ public:
+  ScopedNoThreads() {
+    EXPECT_EQ(::pthread_getattr_default_np(&usual_), 0);
+    pthread_attr_t huge;
+    EXPECT_EQ(::pthread_attr_init(&huge), 0);
+    EXPECT_EQ(::pthread_attr_setstacksize(&huge, size_t{1} << 48), 0);
+    EXPECT_EQ(::pthread_setattr_default_np(&huge), 0);
+    EXPECT_EQ(::pthread_attr_destroy(&huge), 0);
+  }
+  ~ScopedNoThreads() {
+    EXPECT_EQ(::pthread_setattr_default_np(&usual_), 0);
+    EXPECT_EQ(::pthread_attr_destroy(&usual_), 0);
+  }
+  ScopedNoThreads(const ScopedNoThreads&) = delete;
+  ScopedNoThreads& operator=(const ScopedNoThreads&) = delete;
+
+ private:
+  pthread_attr_t usual_;
+};
 
 // Threads but the caller's own that do not block SIGTERM.
 inline int64_t ThreadsThatTakeSignals() {

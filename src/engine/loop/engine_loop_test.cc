@@ -3,7 +3,6 @@
 #include "quire/engine_loop.h"
 
 #include <gtest/gtest.h>
-#include <pthread.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -22,6 +21,7 @@
 #include <vector>
 
 #include "base/testing/fake_clock.h"
+#include "base/testing/threads_of_process.h"
 #include "engine/testing/test_server.h"
 #include "kv/testing/allocation_refusal.h"
 #include "kv/testing/state_table.h"
@@ -677,26 +677,6 @@ TEST(EngineLoop, ThreadsThatWaitLearnOfTheEnd) {
   }
   EXPECT_TRUE(found[2].ok());
 }
-
-// While it lives, new threads want a stack that no address space has, so there are none.
-class ScopedNoThreads {
- public:
-  ScopedNoThreads() {
-    EXPECT_EQ(pthread_getattr_default_np(&saved_), 0);
-    pthread_attr_t huge;
-    EXPECT_EQ(pthread_attr_init(&huge), 0);
-    EXPECT_EQ(pthread_attr_setstacksize(&huge, size_t{1} << 60), 0);
-    EXPECT_EQ(pthread_setattr_default_np(&huge), 0);
-    EXPECT_EQ(pthread_attr_destroy(&huge), 0);
-  }
-  ~ScopedNoThreads() {
-    EXPECT_EQ(pthread_setattr_default_np(&saved_), 0);
-    EXPECT_EQ(pthread_attr_destroy(&saved_), 0);
-  }
-
- private:
-  pthread_attr_t saved_;
-};
 
 TEST(EngineLoop, SaysWhichThreadTheSystemDoesNotGive) {
   Server server({.pages = 100});

@@ -26,6 +26,10 @@ struct StepWork {
   int64_t loaded() const { return layers == nullptr ? 0 : layers->tokens(); }
   int64_t cost() const { return piece ? piece->cost : tokens; }
   bool ends_pending() const { return loaded() + tokens == sample->pending(); }
+  // One more token of an answer, of which nothing is loaded.
+  bool decodes() const {
+    return layers == nullptr && tokens == 1 && ends_pending() && request->answer_begun();
+  }
 };
 
 using StepBatch = std::vector<StepWork>;

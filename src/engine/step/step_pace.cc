@@ -10,9 +10,8 @@ StepSize SizeOf(const StepBatch& batch) {
   StepSize size;
   bool has_loads = false;
   for (const StepWork& work : batch) {
-    const bool decodes = work.tokens == 1 && work.ends_pending() && work.request->answer_begun();
     size.tokens += work.cost();
-    size.is_telling |= !decodes;
+    size.is_telling |= !work.decodes();
     has_loads |= work.layers != nullptr;
   }
   size.is_telling &= !has_loads;

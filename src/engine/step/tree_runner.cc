@@ -100,10 +100,8 @@ Result<bool> TreeRunner::Fit(const StepBatch& trees, const StepBatch& plain) {
 Status TreeRunner::Join(StepBatch* batch, TreeBatch* trees) {
   int64_t nodes = 0;
   for (const StepWork& work : trees->works) nodes += 1 + work.guesses->size();
-  const bool decodes_only = std::all_of(batch->begin(), batch->end(), [](const StepWork& work) {
-    return work.layers == nullptr && work.tokens == 1 && work.ends_pending() &&
-           work.request->answer_begun();
-  });
+  const bool decodes_only = std::all_of(batch->begin(), batch->end(),
+                                        [](const StepWork& work) { return work.decodes(); });
   if (batch->empty() || !decodes_only ||
       nodes + std::ssize(*batch) > holders_.speculator.nodes_max()) {
     return {};

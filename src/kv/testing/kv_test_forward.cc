@@ -260,6 +260,19 @@ Result<std::vector<LayerOutputs>> RunForward(AttentionKVCache& cache,
   return FinishForward(cache, layers, rows, style);
 }
 
+std::vector<uint64_t> NumberedTokens(int64_t start, int64_t count) {
+  std::vector<uint64_t> tokens;
+  for (int64_t i = start; i < start + count; ++i) tokens.push_back(5000 + static_cast<uint64_t>(i));
+  return tokens;
+}
+
+std::vector<LayerOutputs> ExtendSequence(AttentionKVCache& cache, int64_t id,
+                                         const std::vector<uint64_t>& tokens) {
+  auto outputs = RunForward(cache, cache.options().layers, std::span(&id, 1), {tokens});
+  EXPECT_TRUE(outputs.ok()) << outputs.status().ToString();
+  return outputs.ok() ? *std::move(outputs) : std::vector<LayerOutputs>();
+}
+
 AttentionKVCacheOptions TestCacheOptions(std::vector<AttentionLayerSpec> layers,
                                          const TestCacheSizes& sizes) {
   AttentionKVCacheOptions options;

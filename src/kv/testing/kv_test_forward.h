@@ -140,6 +140,14 @@ Result<std::vector<LayerOutputs>> RunForward(AttentionKVCache& cache,
                                              const std::vector<std::vector<uint64_t>>& tokens,
                                              const ForwardStyle& style = {});
 
+// `count` tokens that follow each other; those of two calls meet where their ranges do.
+std::vector<uint64_t> NumberedTokens(int64_t start, int64_t count);
+
+// A forward that appends the tokens to one sequence. A forward that fails fails the test, and there
+// are no outputs.
+std::vector<LayerOutputs> ExtendSequence(AttentionKVCache& cache, int64_t id,
+                                         const std::vector<uint64_t>& tokens);
+
 }  // namespace quire
 
 #endif  // QUIRE_KV_TESTING_KV_TEST_FORWARD_H_

@@ -735,19 +735,29 @@ Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t
   return matrices;
 }
 
+Result<HeadMatrices> WeightLoader::WidenedSlices(const std::string& name, int64_t heads,
+                                                 std::span<const HeadSlice> slices, int64_t rows,
+                                                 int64_t k,
+                                                 const std::function<Status(float*)>& read) {
+  HostMemory memory;
+  if (use_ == WeightUse::kLoad) {
+    QUIRE_ASSIGN_OR_RETURN(memory,
+                           HostMemory::Allocate(static_cast<size_t>(rows * k) * sizeof(float)));
+    QUIRE_RETURN_IF_ERROR(read(reinterpret_cast<float*>(memory.data())));
+  }
+  return CutSlices(name, memory.data(), DType::kF32, heads, slices, k);
+}
+
 Result<HeadMatrices> WeightLoader::Float8Slices(const std::string& name, int64_t heads,
                                                 std::span<const HeadSlice> slices, int64_t rows,
                                                 int64_t k) {
   QUIRE_ASSIGN_OR_RETURN(const Float8Matrix matrix,
                          Float8Matrix::Open(checkpoint_, *quantisation_, name, rows, k));
-  HostMemory memory;
-  if (use_ == WeightUse::kLoad) {
-    QUIRE_ASSIGN_OR_RETURN(memory,
-                           HostMemory::Allocate(static_cast<size_t>(rows * k) * sizeof(float)));
-    QUIRE_RETURN_IF_ERROR(matrix.Read(0, rows, reinterpret_cast<float*>(memory.data()), runner_));
+  return WidenedSlices(name, heads, slices, rows, k, [&](float* values) -> Status {
+    QUIRE_RETURN_IF_ERROR(matrix.Read(0, rows, values, runner_));
     matrix.Release();
-  }
-  return CutSlices(name, memory.data(), DType::kF32, heads, slices, k);
+    return Status();
+  });
 }
 
 Result<HeadMatrices> WeightLoader::QuantisedSlices(const std::string& name, int64_t heads,
@@ -755,15 +765,12 @@ Result<HeadMatrices> WeightLoader::QuantisedSlices(const std::string& name, int6
                                                    int64_t k) {
   QUIRE_ASSIGN_OR_RETURN(const FolderMatrix matrix,
                          FolderMatrix::Open(checkpoint_, *quantisation_, name, rows, k));
-  HostMemory memory;
-  if (use_ == WeightUse::kLoad) {
+  return WidenedSlices(name, heads, slices, rows, k, [&](float* values) -> Status {
     QUIRE_ASSIGN_OR_RETURN(const std::vector<int32_t> order, matrix.InputOrder());
-    QUIRE_ASSIGN_OR_RETURN(memory,
-                           HostMemory::Allocate(static_cast<size_t>(rows * k) * sizeof(float)));
-    QUIRE_RETURN_IF_ERROR(matrix.Read(order, reinterpret_cast<float*>(memory.data()), runner_));
+    QUIRE_RETURN_IF_ERROR(matrix.Read(order, values, runner_));
     matrix.Release();
-  }
-  return CutSlices(name, memory.data(), DType::kF32, heads, slices, k);
+    return Status();
+  });
 }
 
 Result<HeadMatrices> WeightLoader::MappedSlices(const std::string& name, int64_t heads,

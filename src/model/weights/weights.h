@@ -4,6 +4,7 @@
 #define QUIRE_MODEL_WEIGHTS_WEIGHTS_H_
 
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <memory>
@@ -215,6 +216,10 @@ class WeightLoader {
                                      std::vector<float> bias);
   LinearWeights Float8Codes(const std::string& name, int64_t n, int64_t k, Float8Part part,
                             std::vector<float> bias);
+  // Of a matrix that is held widened: `read` fills float32 [rows, k], and lets the stored one go.
+  Result<HeadMatrices> WidenedSlices(const std::string& name, int64_t heads,
+                                     std::span<const HeadSlice> slices, int64_t rows, int64_t k,
+                                     const std::function<Status(float*)>& read);
   Result<HeadMatrices> Float8Slices(const std::string& name, int64_t heads,
                                     std::span<const HeadSlice> slices, int64_t rows, int64_t k);
   Result<HeadMatrices> QuantisedSlices(const std::string& name, int64_t heads,

@@ -48,18 +48,6 @@ std::vector<AttentionLayerSpec> Latent() {
   return {latent, {4, 2, 8, 8, DType::kF32}, codes};
 }
 
-Tokens Text(int64_t start, int64_t count) {
-  Tokens tokens;
-  for (int64_t i = start; i < start + count; ++i) tokens.push_back(5000 + static_cast<uint64_t>(i));
-  return tokens;
-}
-
-std::vector<LayerOutputs> Extend(AttentionKVCache& cache, int64_t id, const Tokens& tokens) {
-  auto outputs = RunForward(cache, cache.options().layers, Ids{id}, {tokens});
-  EXPECT_TRUE(outputs.ok()) << outputs.status().ToString();
-  return outputs.ok() ? *std::move(outputs) : std::vector<LayerOutputs>();
-}
-
 void ExpectSameOutputs(const std::vector<LayerOutputs>& a, const std::vector<LayerOutputs>& b) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t l = 0; l < a.size(); ++l)
@@ -113,10 +101,12 @@ struct Pair {
   // The receiver goes on where the sender's tokens end, as the lone cache does.
   void ExpectSameFuture(int64_t length) {
     ExpectSound(*receiver);
-    if (length > 0 && alone->GetSequenceLength(0).value() == 0) Extend(*alone, 0, Text(0, length));
-    ExpectSameOutputs(Extend(*receiver, 0, Text(length, 1)), Extend(*alone, 0, Text(length, 1)));
-    ExpectSameOutputs(Extend(*receiver, 0, Text(length + 1, 20)),
-                      Extend(*alone, 0, Text(length + 1, 20)));
+    if (length > 0 && alone->GetSequenceLength(0).value() == 0)
+      ExtendSequence(*alone, 0, NumberedTokens(0, length));
+    ExpectSameOutputs(ExtendSequence(*receiver, 0, NumberedTokens(length, 1)),
+                      ExtendSequence(*alone, 0, NumberedTokens(length, 1)));
+    ExpectSameOutputs(ExtendSequence(*receiver, 0, NumberedTokens(length + 1, 20)),
+                      ExtendSequence(*alone, 0, NumberedTokens(length + 1, 20)));
     ExpectSound(*receiver);
   }
 
@@ -132,15 +122,15 @@ TEST(KVChannel, AChunkedPrefillArrivesLayerByLayerForEveryPairOfPageSizes) {
       Pair pair(MakeOptions(from, layers), MakeOptions(to, layers));
       const ReceiveMap map = pair.Reserve(70);
       ASSERT_TRUE(pair.Mark(map, 0).ok());
-      Extend(*pair.sender, 0, Text(0, 33));
+      ExtendSequence(*pair.sender, 0, NumberedTokens(0, 33));
       ExpectSound(*pair.receiver);
       const auto half = pair.receiver->transfer()->GetReceiveProgress(map.epoch).value();
       EXPECT_EQ(half.layer_rows, std::vector<int64_t>(layers.size(), 33));
-      Extend(*pair.sender, 0, Text(33, 2));
-      Extend(*pair.sender, 0, Text(35, 40));  // 5 behind the map are not sent
+      ExtendSequence(*pair.sender, 0, NumberedTokens(33, 2));
+      ExtendSequence(*pair.sender, 0, NumberedTokens(35, 40));  // 5 behind the map are not sent
       EXPECT_FALSE(pair.Sent().active);
       EXPECT_EQ(pair.Sent().sent, 70);
-      Extend(*pair.sender, 0, Text(75, 1));
+      ExtendSequence(*pair.sender, 0, NumberedTokens(75, 1));
       pair.Commit(map);
       EXPECT_TRUE(pair.sender->PopN(0, 6).ok());
       ExpectSameKV(*pair.receiver, *pair.sender, 0);
@@ -152,14 +142,14 @@ TEST(KVChannel, AChunkedPrefillArrivesLayerByLayerForEveryPairOfPageSizes) {
 TEST(KVChannel, WhatIsStoredWhenTheMarkIsMadeGoesWithTheNextForwardOrTheFence) {
   for (const bool fence : {false, true}) {
     Pair pair(MakeOptions(4, Mixed()), MakeOptions(16, Mixed()));
-    Extend(*pair.sender, 0, Text(0, 300));  // more than one piece
+    ExtendSequence(*pair.sender, 0, NumberedTokens(0, 300));  // more than one piece
     const ReceiveMap map = pair.Reserve(310);
     ASSERT_TRUE(pair.Mark(map, 0).ok());
     if (fence) {
       ASSERT_TRUE(pair.sender->transfer()->DisaggFlushSend(0).ok());
       EXPECT_EQ(pair.Sent().sent, 300);
     }
-    Extend(*pair.sender, 0, Text(300, 10));
+    ExtendSequence(*pair.sender, 0, NumberedTokens(300, 10));
     EXPECT_EQ(pair.Sent().sent, 310);
     pair.Commit(map);
     pair.ExpectSameFuture(310);
@@ -169,22 +159,23 @@ TEST(KVChannel, WhatIsStoredWhenTheMarkIsMadeGoesWithTheNextForwardOrTheFence) {
 TEST(KVChannel, TokensGoBehindThoseThatTheReceiverHas) {
   // The receiver's border lies in mid-page and mid-tile, and others fork and write there meanwhile.
   Pair pair(MakeOptions(16, Mixed()), MakeOptions(16, Mixed()));
-  Extend(*pair.receiver, 0, Text(0, 21));
-  Extend(*pair.sender, 0, Text(0, 21));
+  ExtendSequence(*pair.receiver, 0, NumberedTokens(0, 21));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(0, 21));
   const ReceiveMap map = pair.Reserve(20);
   EXPECT_EQ(map.first_position, 21);
   ASSERT_TRUE(pair.receiver->ForkSequence(0, 1, 21).ok());
   ASSERT_TRUE(pair.Mark(map, 21).ok());
-  Extend(*pair.sender, 0, Text(21, 7));
-  Extend(*pair.receiver, 1, Text(900, 3));
-  Extend(*pair.sender, 0, Text(28, 13));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(21, 7));
+  ExtendSequence(*pair.receiver, 1, NumberedTokens(900, 3));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(28, 13));
   pair.Commit(map);
   pair.ExpectSameFuture(41);
   // The fork is what it would be alone.
   ASSERT_TRUE(pair.alone->AddSequence(1).ok());
-  Extend(*pair.alone, 1, Text(0, 21));
-  Extend(*pair.alone, 1, Text(900, 3));
-  ExpectSameOutputs(Extend(*pair.receiver, 1, Text(950, 4)), Extend(*pair.alone, 1, Text(950, 4)));
+  ExtendSequence(*pair.alone, 1, NumberedTokens(0, 21));
+  ExtendSequence(*pair.alone, 1, NumberedTokens(900, 3));
+  ExpectSameOutputs(ExtendSequence(*pair.receiver, 1, NumberedTokens(950, 4)),
+                    ExtendSequence(*pair.alone, 1, NumberedTokens(950, 4)));
 }
 
 TEST(KVChannel, WindowsOfLayersAndOfTheSequence) {
@@ -196,9 +187,10 @@ TEST(KVChannel, WindowsOfLayersAndOfTheSequence) {
     ASSERT_TRUE(cache->EnableSlidingWindowForSeq(0, 25, 3).ok());
   const ReceiveMap map = pair.Reserve(90);
   ASSERT_TRUE(pair.Mark(map, 0).ok());
-  for (int64_t start = 0; start < 90; start += 15) Extend(*pair.sender, 0, Text(start, 15));
+  for (int64_t start = 0; start < 90; start += 15)
+    ExtendSequence(*pair.sender, 0, NumberedTokens(start, 15));
   pair.Commit(map);
-  Extend(*pair.alone, 0, Text(0, 90));
+  ExtendSequence(*pair.alone, 0, NumberedTokens(0, 90));
   EXPECT_EQ(pair.receiver->HeldTokens(0).value(), pair.alone->HeldTokens(0).value());
   pair.ExpectSameFuture(90);
 }
@@ -222,7 +214,7 @@ TEST(KVChannel, ReceiversShareTheHeadsOfOneSender) {
   }
   ASSERT_TRUE(whole->transfer()->SetLayerSink(channel).ok());
   ASSERT_TRUE(whole->transfer()->DisaggMarkSend(0, 0, maps, 10, 0).ok());
-  Extend(*whole, 0, Text(0, 40));
+  ExtendSequence(*whole, 0, NumberedTokens(0, 40));
   for (size_t l = 0; l < half.size(); ++l) {
     StoredRows all(Mixed()[l], 40);
     ASSERT_TRUE(whole->ExportKV(0, static_cast<int64_t>(l), 0, all.view()).ok());
@@ -283,10 +275,10 @@ TEST(KVChannel, TokensAreReceivedBehindOnesThatWereLeftOut) {
                     ->ImportVisibleKV(
                         0, {.blocks = std::span(&nothing, 1), .tokens = std::span(&left_out, 1)})
                     .ok());
-    Extend(*pair.sender, 0, Text(0, left_out));
+    ExtendSequence(*pair.sender, 0, NumberedTokens(0, left_out));
     const ReceiveMap map = pair.Reserve(8);
     ASSERT_TRUE(pair.Mark(map, left_out).ok());
-    Extend(*pair.sender, 0, Text(left_out, 8));
+    ExtendSequence(*pair.sender, 0, NumberedTokens(left_out, 8));
     pair.Commit(map);
     pair.ExpectSameFuture(13);
   }
@@ -294,14 +286,14 @@ TEST(KVChannel, TokensAreReceivedBehindOnesThatWereLeftOut) {
 
 TEST(KVChannel, DamagedBytesAreNeverSeen) {
   Pair pair(MakeOptions(16, Mixed()));
-  Extend(*pair.receiver, 0, Text(0, 5));
-  Extend(*pair.sender, 0, Text(0, 5));
+  ExtendSequence(*pair.receiver, 0, NumberedTokens(0, 5));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(0, 5));
   const uint64_t before = pair.receiver->StateDigest();
   const ReceiveMap map = pair.Reserve(30);
   ASSERT_TRUE(pair.Mark(map, 5).ok());
-  Extend(*pair.sender, 0, Text(5, 10));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(5, 10));
   pair.sink->victim = pair.receiver->transfer();
-  Extend(*pair.sender, 0, Text(15, 10));  // the forward itself is unharmed
+  ExtendSequence(*pair.sender, 0, NumberedTokens(15, 10));  // the forward itself is unharmed
   EXPECT_EQ(pair.Sent().failure.code(), StatusCode::kCorrupt);
   EXPECT_EQ(pair.Sent().sent, 10);
   EXPECT_EQ(pair.receiver->transfer()->WaitReceived(map.epoch, 30, *MachineTime(), 0).code(),
@@ -313,7 +305,7 @@ TEST(KVChannel, DamagedBytesAreNeverSeen) {
   ASSERT_TRUE(pair.receiver->transfer()->DisaggCancelRecv(map.epoch).ok());
   EXPECT_EQ(pair.receiver->StateDigest(), before);
   // Computed here instead, all is as if nothing had been sent.
-  Extend(*pair.receiver, 0, Text(5, 30));
+  ExtendSequence(*pair.receiver, 0, NumberedTokens(5, 30));
   pair.ExpectSameFuture(35);
 }
 
@@ -321,15 +313,16 @@ TEST(KVChannel, AnAbortedForwardCountsForNothingAndIsSentAnew) {
   Pair pair(MakeOptions(4, Plain()));
   const ReceiveMap map = pair.Reserve(12);
   ASSERT_TRUE(pair.Mark(map, 0).ok());
-  Extend(*pair.sender, 0, Text(0, 4));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(0, 4));
   ASSERT_TRUE(pair.sender->BeginForward(Ids{0}, Ids{8}).ok());
   LayerOutputs outputs;
-  ASSERT_TRUE(RunLayer(*pair.sender, Plain()[0], 0, Text(700, 8), ForwardStyle(), &outputs).ok());
+  ASSERT_TRUE(
+      RunLayer(*pair.sender, Plain()[0], 0, NumberedTokens(700, 8), ForwardStyle(), &outputs).ok());
   ASSERT_TRUE(pair.sender->AbortForward().ok());
   const auto progress = pair.receiver->transfer()->GetReceiveProgress(map.epoch).value();
   EXPECT_EQ(progress.layer_rows, (std::vector<int64_t>{4, 4}));
   EXPECT_EQ(pair.Sent().sent, 4);
-  Extend(*pair.sender, 0, Text(4, 8));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(4, 8));
   pair.Commit(map);
   pair.ExpectSameFuture(12);
 }
@@ -338,12 +331,12 @@ TEST(KVChannel, PoppedTokensAreSentAnew) {
   Pair pair(MakeOptions(16, Mixed()));
   const ReceiveMap map = pair.Reserve(20);
   ASSERT_TRUE(pair.Mark(map, 0).ok());
-  Extend(*pair.sender, 0, Text(0, 8));
-  Extend(*pair.sender, 0, Text(800, 12));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(0, 8));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(800, 12));
   EXPECT_FALSE(pair.Sent().active);
   ASSERT_TRUE(pair.sender->PopN(0, 13).ok());
   EXPECT_EQ(pair.Sent().sent, 7);
-  Extend(*pair.sender, 0, Text(7, 13));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(7, 13));
   pair.Commit(map);
   pair.ExpectSameFuture(20);
 }
@@ -352,16 +345,16 @@ TEST(KVChannel, TreesAreSentOnceTheyAreCommitted) {
   Pair pair(MakeOptions(4, Plain()));
   const ReceiveMap map = pair.Reserve(6);
   ASSERT_TRUE(pair.Mark(map, 0).ok());
-  Extend(*pair.sender, 0, Text(0, 3));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(0, 3));
   // Two branches of which the second is right.
   ASSERT_TRUE(pair.sender->BeginTreeForward(Ids{0}, Ids{3}, Ids{-1, -1, 1}).ok());
-  const Tokens nodes{777, Text(3, 1)[0], Text(4, 1)[0]};
+  const Tokens nodes{777, NumberedTokens(3, 1)[0], NumberedTokens(4, 1)[0]};
   ASSERT_TRUE(FinishForward(*pair.sender, Plain(), nodes).ok());
   EXPECT_EQ(pair.Sent().sent, 3);
   ASSERT_TRUE(pair.sender->CommitAcceptedTokenTreeNodes(Ids{0}, Ids{2}).ok());
   ASSERT_TRUE(pair.sender->transfer()->DisaggFlushSend(0).ok());
   EXPECT_EQ(pair.Sent().sent, 5);
-  Extend(*pair.sender, 0, Text(5, 1));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(5, 1));
   pair.Commit(map);
   pair.ExpectSameFuture(6);
 }
@@ -373,7 +366,7 @@ TEST(KVChannel, LateWritesOfAnOldEpochReachNobody) {
   const auto late = pair.receiver->transfer()->View(old.epoch, 0, part);
   ASSERT_TRUE(late.ok());
   ASSERT_TRUE(pair.Mark(old, 0).ok());
-  Extend(*pair.sender, 0, Text(0, 4));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(0, 4));
   ASSERT_TRUE(pair.receiver->transfer()->DisaggCancelRecv(old.epoch).ok());
   const ReceiveMap map = pair.Reserve(16);
   EXPECT_NE(map.epoch, old.epoch);
@@ -384,12 +377,12 @@ TEST(KVChannel, LateWritesOfAnOldEpochReachNobody) {
   EXPECT_EQ(pair.receiver->transfer()->Store(old.epoch, 0, part, *late, digest).code(),
             StatusCode::kNotFound);
   EXPECT_EQ(pair.receiver->transfer()->Complete(old.epoch, 0, part).code(), StatusCode::kNotFound);
-  Extend(*pair.sender, 0, Text(4, 4));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(4, 4));
   EXPECT_EQ(pair.Sent().failure.code(), StatusCode::kNotFound);
   // The new reservation has heard of none of this; marked again, it is filled.
   EXPECT_TRUE(pair.receiver->transfer()->GetReceiveProgress(map.epoch)->failure.ok());
   ASSERT_TRUE(pair.Mark(map, 0).ok());
-  Extend(*pair.sender, 0, Text(8, 8));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(8, 8));
   pair.Commit(map);
   pair.ExpectSameFuture(16);
 }
@@ -401,7 +394,7 @@ TEST(KVChannel, ASenderThatStopsIsReportedAndOneThatDiesTimesOut) {
   for (const bool removed : {true, false}) {
     const ReceiveMap map = pair.Reserve(10);
     ASSERT_TRUE(pair.Mark(map, 0).ok());
-    Extend(*pair.sender, 0, Text(0, 4));
+    ExtendSequence(*pair.sender, 0, NumberedTokens(0, 4));
     EXPECT_EQ(receiver.WaitReceived(map.epoch, 10, *MachineTime(), 0).code(), StatusCode::kTimeout);
     if (removed) {
       ASSERT_TRUE(pair.sender->RemoveSequence(0).ok());
@@ -415,7 +408,7 @@ TEST(KVChannel, ASenderThatStopsIsReportedAndOneThatDiesTimesOut) {
     ASSERT_TRUE(receiver.DisaggCancelRecv(map.epoch).ok());
     EXPECT_EQ(pair.receiver->StateDigest(), before);
   }
-  Extend(*pair.receiver, 0, Text(0, 10));
+  ExtendSequence(*pair.receiver, 0, NumberedTokens(0, 10));
   pair.ExpectSameFuture(10);
 }
 
@@ -424,14 +417,14 @@ TEST(KVChannel, ABrokenChannelHarmsNoForward) {
   const ReceiveMap map = pair.Reserve(10);
   ASSERT_TRUE(pair.Mark(map, 0).ok());
   pair.sink->refusal = Status(StatusCode::kUnavailable, "the cable is cut");
-  const auto outputs = Extend(*pair.sender, 0, Text(0, 9));
-  ExpectSameOutputs(outputs, Extend(*pair.alone, 0, Text(0, 9)));
+  const auto outputs = ExtendSequence(*pair.sender, 0, NumberedTokens(0, 9));
+  ExpectSameOutputs(outputs, ExtendSequence(*pair.alone, 0, NumberedTokens(0, 9)));
   EXPECT_EQ(pair.Sent().failure.code(), StatusCode::kUnavailable);
   EXPECT_FALSE(pair.Sent().active);
   ASSERT_TRUE(pair.channel->Disconnect(3).ok());
   pair.sink->refusal = Status();
   ASSERT_TRUE(pair.Mark(map, 0).ok());
-  Extend(*pair.sender, 0, Text(9, 3));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(9, 3));
   EXPECT_EQ(pair.Sent().failure.code(), StatusCode::kUnavailable);
   EXPECT_EQ(pair.channel->Disconnect(3).code(), StatusCode::kNotFound);
   EXPECT_EQ(pair.channel->Connect(3, nullptr).code(), StatusCode::kBadArgument);
@@ -474,12 +467,12 @@ TEST(KVChannel, RandomWalkAgainstComputingAlone) {
       for (int64_t sent = 0; sent < count;) {
         const int64_t step = pick(1, count - sent);
         if (pick(0, 3) == 0) {  // something else first, which is popped or aborted
-          Extend(*pair.sender, 0, Text(2000, step));
+          ExtendSequence(*pair.sender, 0, NumberedTokens(2000, step));
           ASSERT_TRUE(pair.sender->PopN(0, step).ok());
         }
-        Extend(*pair.sender, 0, Text(length + sent, step));
+        ExtendSequence(*pair.sender, 0, NumberedTokens(length + sent, step));
         sent += step;
-        Extend(*pair.receiver, child, Text(3000 + sent, pick(1, 3)));
+        ExtendSequence(*pair.receiver, child, NumberedTokens(3000 + sent, pick(1, 3)));
         ExpectSound(*pair.receiver);
         ExpectSound(*pair.sender);
       }
@@ -489,12 +482,12 @@ TEST(KVChannel, RandomWalkAgainstComputingAlone) {
       if (kept < count) {
         ASSERT_TRUE(pair.sender->PopN(0, count - kept).ok());
       }
-      if (kept > 0) Extend(*pair.alone, 0, Text(length, kept));
+      if (kept > 0) ExtendSequence(*pair.alone, 0, NumberedTokens(length, kept));
       length += kept;
       if (pick(0, 1) == 0) {  // the receiver decodes, and the sender learns of it
-        ExpectSameOutputs(Extend(*pair.receiver, 0, Text(length, 2)),
-                          Extend(*pair.alone, 0, Text(length, 2)));
-        Extend(*pair.sender, 0, Text(length, 2));
+        ExpectSameOutputs(ExtendSequence(*pair.receiver, 0, NumberedTokens(length, 2)),
+                          ExtendSequence(*pair.alone, 0, NumberedTokens(length, 2)));
+        ExtendSequence(*pair.sender, 0, NumberedTokens(length, 2));
         length += 2;
       }
       if (length > 0) ExpectSameKV(*pair.receiver, *pair.alone, 0);
@@ -506,22 +499,23 @@ TEST(KVChannel, RandomWalkAgainstComputingAlone) {
 // Parts arrive from another thread while the receiver runs forwards of other sequences.
 TEST(KVChannel, PartsArriveDuringForwardsOfOtherSequences) {
   Pair pair(MakeOptions(16, Mixed()));
-  Extend(*pair.receiver, 0, Text(0, 21));
-  Extend(*pair.sender, 0, Text(0, 21));
+  ExtendSequence(*pair.receiver, 0, NumberedTokens(0, 21));
+  ExtendSequence(*pair.sender, 0, NumberedTokens(0, 21));
   ASSERT_TRUE(pair.receiver->ForkSequence(0, 1).ok());
   ASSERT_TRUE(pair.alone->AddSequence(1).ok());
-  Extend(*pair.alone, 1, Text(0, 21));
+  ExtendSequence(*pair.alone, 1, NumberedTokens(0, 21));
   const ReceiveMap map = pair.Reserve(60);
   ASSERT_TRUE(pair.Mark(map, 21).ok());
   std::atomic<bool> done = false;
   std::thread sending([&] {
-    for (int64_t sent = 0; sent < 60; sent += 4) Extend(*pair.sender, 0, Text(21 + sent, 4));
+    for (int64_t sent = 0; sent < 60; sent += 4)
+      ExtendSequence(*pair.sender, 0, NumberedTokens(21 + sent, 4));
     done = true;
   });
   int64_t step = 0;
   for (; step < 200 && (step < 10 || !done); ++step)
-    ExpectSameOutputs(Extend(*pair.receiver, 1, Text(100 + step, 1)),
-                      Extend(*pair.alone, 1, Text(100 + step, 1)));
+    ExpectSameOutputs(ExtendSequence(*pair.receiver, 1, NumberedTokens(100 + step, 1)),
+                      ExtendSequence(*pair.alone, 1, NumberedTokens(100 + step, 1)));
   const Status received =
       pair.receiver->transfer()->WaitReceived(map.epoch, 60, *MachineTime(), INT64_MAX);
   EXPECT_TRUE(received.ok()) << received.ToString();

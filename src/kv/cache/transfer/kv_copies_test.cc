@@ -34,18 +34,6 @@ std::vector<AttentionLayerSpec> Layers() {
   return {{4, 2, 8, 8, DType::kF32}, {4, 2, 8, 8, DType::kI8}};
 }
 
-Tokens Text(int64_t start, int64_t count) {
-  Tokens tokens;
-  for (int64_t i = start; i < start + count; ++i) tokens.push_back(5000 + static_cast<uint64_t>(i));
-  return tokens;
-}
-
-std::vector<LayerOutputs> Extend(AttentionKVCache& cache, int64_t id, const Tokens& tokens) {
-  auto outputs = RunForward(cache, cache.options().layers, Ids{id}, {tokens});
-  EXPECT_TRUE(outputs.ok()) << outputs.status().ToString();
-  return outputs.ok() ? *std::move(outputs) : std::vector<LayerOutputs>();
-}
-
 bool IsSame(const std::vector<LayerOutputs>& a, const std::vector<LayerOutputs>& b) {
   return std::ranges::equal(a, b, [](const LayerOutputs& one, const LayerOutputs& other) {
     return std::ranges::equal(one.o.bytes(), other.o.bytes());
@@ -59,7 +47,7 @@ class Sender {
   void Compute(const AttentionKVCacheOptions& options, const Tokens& tokens) {
     const auto cache = MakeTestCache(options);
     ASSERT_TRUE(cache->AddSequence(0).ok());
-    Extend(*cache, 0, tokens);
+    ExtendSequence(*cache, 0, tokens);
     rows_.clear();
     for (const AttentionLayerSpec& spec : options.layers) {
       rows_.emplace_back(spec, std::ssize(tokens));
@@ -138,7 +126,7 @@ class KVCopies : public testing::Test {
 };
 
 TEST_F(KVCopies, OneGoesOnWhileAnotherStandsStill) {
-  sender.Compute(Options(), Text(0, 20));
+  sender.Compute(Options(), NumberedTokens(0, 20));
   KVTransfer& transfer = *cache->transfer();
   const ReceiveMap held = Reserve(0, 20), other = Reserve(1, 20);
   std::future<Status> first = StoreHeld(held.epoch, Rows(0, 20));
@@ -154,18 +142,19 @@ TEST_F(KVCopies, OneGoesOnWhileAnotherStandsStill) {
   ASSERT_TRUE(sender.Send(transfer, held.epoch, Rows(0, 20)).ok());
   ASSERT_TRUE(transfer.DisaggCommitRecv(held.epoch, 20).ok());
   for (const int64_t id : {0, 1}) {
-    Extend(*alone, id, Text(0, 20));
+    ExtendSequence(*alone, id, NumberedTokens(0, 20));
     ExpectSameKV(id);
-    EXPECT_TRUE(IsSame(Extend(*cache, id, Text(20, 3)), Extend(*alone, id, Text(20, 3))));
+    EXPECT_TRUE(IsSame(ExtendSequence(*cache, id, NumberedTokens(20, 3)),
+                       ExtendSequence(*alone, id, NumberedTokens(20, 3))));
   }
 }
 
 // Whatever ends a reservation, all is at once as before it; the copy ends with no effect.
 TEST_F(KVCopies, NothingThatCancelsWaitsForOne) {
-  sender.Compute(Options(), Text(0, 20));
+  sender.Compute(Options(), NumberedTokens(0, 20));
   for (const int64_t id : {0, 1}) {
-    Extend(*cache, id, Text(100, 3));
-    Extend(*alone, id, Text(100, 3));
+    ExtendSequence(*cache, id, NumberedTokens(100, 3));
+    ExtendSequence(*alone, id, NumberedTokens(100, 3));
   }
   const std::pair<const char*, std::function<Status(uint64_t)>> ways[] = {
       {"cancel", [&](uint64_t epoch) { return cache->transfer()->DisaggCancelRecv(epoch); }},
@@ -206,19 +195,20 @@ TEST_F(KVCopies, NothingThatCancelsWaitsForOne) {
 // Pages that a copy still writes to are free, and nobody writes there before the copy ends. What
 // takes no page does not wait.
 TEST_F(KVCopies, PagesAreTakenWhenNoLateCopyWritesToThem) {
-  sender.Compute(Options(), Text(0, 20));
-  Extend(*cache, 1, Text(100, 3));
-  Extend(*alone, 1, Text(100, 3));
+  sender.Compute(Options(), NumberedTokens(0, 20));
+  ExtendSequence(*cache, 1, NumberedTokens(100, 3));
+  ExtendSequence(*alone, 1, NumberedTokens(100, 3));
   const uint64_t epoch = Reserve(0, 20).epoch;
   std::future<Status> stored = StoreHeld(epoch, Rows(0, 20));
   ASSERT_TRUE(cache->transfer()->DisaggCancelRecv(epoch).ok());
-  EXPECT_TRUE(IsSame(Extend(*cache, 1, Text(103, 4)), Extend(*alone, 1, Text(103, 4))));
-  std::future<std::vector<LayerOutputs>> taken =
-      std::async(std::launch::async, [&] { return Extend(*cache, 2, Text(300, 40)); });
+  EXPECT_TRUE(IsSame(ExtendSequence(*cache, 1, NumberedTokens(103, 4)),
+                     ExtendSequence(*alone, 1, NumberedTokens(103, 4))));
+  std::future<std::vector<LayerOutputs>> taken = std::async(
+      std::launch::async, [&] { return ExtendSequence(*cache, 2, NumberedTokens(300, 40)); });
   EXPECT_EQ(taken.wait_for(kLook), std::future_status::timeout) << "it writes beside a copy";
   runner->Release();
   EXPECT_EQ(stored.get().code(), StatusCode::kNotFound);
-  EXPECT_TRUE(IsSame(taken.get(), Extend(*alone, 2, Text(300, 40))));
+  EXPECT_TRUE(IsSame(taken.get(), ExtendSequence(*alone, 2, NumberedTokens(300, 40))));
   ExpectSameKV(1);
   ExpectSameKV(2);
   EXPECT_TRUE(cache->CheckInvariants().ok());
@@ -226,7 +216,7 @@ TEST_F(KVCopies, PagesAreTakenWhenNoLateCopyWritesToThem) {
 
 // The tokens that stay may share a page with the rows that are being copied.
 TEST_F(KVCopies, ACommitWaitsForThatOfItsReservationAlone) {
-  sender.Compute(Options(), Text(0, 40));
+  sender.Compute(Options(), NumberedTokens(0, 40));
   KVTransfer& transfer = *cache->transfer();
   const ReceiveMap map = Reserve(0, 40), other = Reserve(1, 40);
   ASSERT_TRUE(sender.Send(transfer, map.epoch, Rows(0, 5)).ok());
@@ -240,14 +230,15 @@ TEST_F(KVCopies, ACommitWaitsForThatOfItsReservationAlone) {
   EXPECT_EQ(stored.get().ToString(), "Ok");
   EXPECT_EQ(committed.get().ToString(), "Ok");
   for (const int64_t id : {0, 1}) {
-    Extend(*alone, id, Text(0, 5));
-    EXPECT_TRUE(IsSame(Extend(*cache, id, Text(50, 30)), Extend(*alone, id, Text(50, 30))));
+    ExtendSequence(*alone, id, NumberedTokens(0, 5));
+    EXPECT_TRUE(IsSame(ExtendSequence(*cache, id, NumberedTokens(50, 30)),
+                       ExtendSequence(*alone, id, NumberedTokens(50, 30))));
     ExpectSameKV(id);
   }
 }
 
 TEST_F(KVCopies, RowsThatAreCopiedDoNotCountAndAreNotCompleted) {
-  sender.Compute(Options(), Text(0, 20));
+  sender.Compute(Options(), NumberedTokens(0, 20));
   KVTransfer& transfer = *cache->transfer();
   const ReceiveMap map = Reserve(0, 20);
   ASSERT_TRUE(sender.Send(transfer, map.epoch, Rows(0, 20)).ok());
@@ -259,7 +250,7 @@ TEST_F(KVCopies, RowsThatAreCopiedDoNotCountAndAreNotCompleted) {
   EXPECT_EQ(transfer.DisaggCommitRecv(map.epoch, 20).code(), StatusCode::kBadState);
   EXPECT_EQ(transfer.Complete(map.epoch, 0, Rows(0, 20)).ToString(), "Ok");
   EXPECT_EQ(transfer.DisaggCommitRecv(map.epoch, 20).ToString(), "Ok");
-  Extend(*alone, 0, Text(0, 20));
+  ExtendSequence(*alone, 0, NumberedTokens(0, 20));
   ExpectSameKV(0);
 }
 
@@ -269,7 +260,7 @@ TEST_F(KVCopies, APoisonedPageIsNotWrittenByALateOne) {
   options.poison_freed_pages = true;
   cache = PagedKVCache::Create(options, runner).value();
   ASSERT_TRUE(cache->AddSequence(0).ok());
-  sender.Compute(Options(), Text(0, 20));
+  sender.Compute(Options(), NumberedTokens(0, 20));
   const uint64_t epoch = Reserve(0, 20).epoch;
   std::future<Status> stored = StoreHeld(epoch, Rows(0, 20));
   std::future<Status> cancelled =
@@ -286,7 +277,7 @@ TEST_F(KVCopies, ThoseOfACompositeHoldUpThePagesOfItsCaches) {
   AttentionKVCache& part = *parts.attention;
   const auto state = CompositeState::Create(std::move(parts)).value();
   for (const int64_t id : {0, 1}) ASSERT_TRUE(state->AddSequence(id).ok());
-  sender.Compute(Options(), Text(0, 20));
+  sender.Compute(Options(), NumberedTokens(0, 20));
   KVTransfer& transfer = *state->transfer();
   const uint64_t epoch = transfer.DisaggPrepareRecv(0, 20)->epoch;
   runner->HoldNext(1);
@@ -300,16 +291,16 @@ TEST_F(KVCopies, ThoseOfACompositeHoldUpThePagesOfItsCaches) {
   runner->Release();
   EXPECT_EQ(stored.get().code(), StatusCode::kNotFound);
   ASSERT_EQ(taken.get().ToString(), "Ok");
-  const auto found = FinishForward(part, Layers(), Text(7, 4));
+  const auto found = FinishForward(part, Layers(), NumberedTokens(7, 4));
   ASSERT_TRUE(found.ok()) << found.status().ToString();
-  EXPECT_TRUE(IsSame(*found, Extend(*alone, 1, Text(7, 4))));
+  EXPECT_TRUE(IsSame(*found, ExtendSequence(*alone, 1, NumberedTokens(7, 4))));
 }
 
 // Two senders with a head each, of the same rows, tile by tile.
 TEST_F(KVCopies, HeadsOfTheSameRowsComeFromSeveralThreads) {
-  sender.Compute(Options(), Text(0, 60));
+  sender.Compute(Options(), NumberedTokens(0, 60));
   KVTransfer& transfer = *cache->transfer();
-  Extend(*alone, 0, Text(0, 60));
+  ExtendSequence(*alone, 0, NumberedTokens(0, 60));
   for (int round = 0; round < 20; ++round) {
     const ReceiveMap map = Reserve(0, 60);
     Status statuses[2];
@@ -337,7 +328,7 @@ TEST_F(KVCopies, EndsAtAnyMomentCostNobodyABit) {
   constexpr int64_t kFirst = 3;  // the senders' sequences follow
   const int64_t rounds = RoundsOf(2000);
   ReportFigure("cancels", rounds);
-  sender.Compute(Options(), Text(0, 40));
+  sender.Compute(Options(), NumberedTokens(0, 40));
   KVTransfer& transfer = *cache->transfer();
   std::atomic<uint64_t> epochs[kSenders] = {};  // 0: none
   std::atomic<bool> is_over = false;
@@ -376,8 +367,9 @@ TEST_F(KVCopies, EndsAtAnyMomentCostNobodyABit) {
         ASSERT_TRUE(each->PopN(id, length).ok());
       }
     }
-    const Tokens text = Text(round, 1 + static_cast<int64_t>(random() % 20));
-    ASSERT_TRUE(IsSame(Extend(*cache, id, text), Extend(*alone, id, text))) << round;
+    const Tokens text = NumberedTokens(round, 1 + static_cast<int64_t>(random() % 20));
+    ASSERT_TRUE(IsSame(ExtendSequence(*cache, id, text), ExtendSequence(*alone, id, text)))
+        << round;
   }
   is_over = true;
   for (std::thread& thread : threads) thread.join();
