@@ -216,7 +216,8 @@ class WeightLoader {
                                      std::vector<float> bias);
   LinearWeights Float8Codes(const std::string& name, int64_t n, int64_t k, Float8Part part,
                             std::vector<float> bias);
-  // Of a matrix that is held widened: `read` fills float32 [rows, k], and lets the stored one go.
+  // Slices of a matrix that is held widened. `read` fills float32 [rows, k], and lets the stored
+  // matrix go.
   Result<HeadMatrices> WidenedSlices(const std::string& name, int64_t heads,
                                      std::span<const HeadSlice> slices, int64_t rows, int64_t k,
                                      const std::function<Status(float*)>& read);
