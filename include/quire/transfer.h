@@ -12,8 +12,8 @@
 namespace quire {
 
 // Between caches of one process: bytes are stored at the receiver, with the digest of the sender's
-// rows, in OnLayerAppended, and completed in OnForwardEnded. Connect
-// and Disconnect from any thread; several senders may share a channel.
+// rows, in OnLayerAppended, and completed in OnForwardEnded. Connect and Disconnect from any
+// thread; several senders may share a channel, and do not wait for each other.
 class LocalChannel : public LayerSink {
  public:
   // `receiver` must live until Disconnect. BadArgument for null or a number that is taken.

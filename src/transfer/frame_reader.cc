@@ -10,34 +10,63 @@ namespace {
 
 // Read at a time: what is read is hashed next, and is still in the cache then.
 constexpr size_t kDataAtOnce = size_t{1} << 18;
+constexpr size_t kNowhereBytes = size_t{1} << 16;
 
 }  // namespace
+
+void FrameRead::Check(size_t bytes) {
+  QUIRE_DCHECK(count == 0) << "they are checked already";
+  count = bytes;
+  size_t left = is_hashed ? bytes : 0;
+  for (const std::span<std::byte>& place : places) {
+    const size_t here = std::min(left, place.size());
+    crc = Crc32c(place.data(), here, crc);
+    left -= here;
+  }
+  QUIRE_CHECK(left == 0) << "more is read than there were places for";
+  memory.reset();  // for the next part
+}
 
 size_t FrameReader::due() const {
   if (expect_ == Expect::kHeader) return wire::kTransferHeaderBytes;
   return expect_ == Expect::kHead ? head_.size() : header_.data_bytes;
 }
 
-std::span<const std::span<std::byte>> FrameReader::Places() {
+FrameRead FrameReader::Begin() {
   QUIRE_CHECK(have_ < due()) << "what is complete was not handled";
+  FrameRead read{.number = ++reads_};
   places_.clear();
   if (expect_ == Expect::kHeader) {
-    places_.push_back(std::span(header_bytes_).subspan(have_));
+    places_.push_back(std::span(header_bytes_).subspan(have_));  // its decoder has its checksum
   } else if (expect_ == Expect::kHead) {
     places_.push_back(std::span(head_).subspan(have_));
+    read.is_hashed = true;
+    read.crc = head_crc_;
   } else {
-    handler_->DataPlaces(std::min(kDataAtOnce, header_.data_bytes - have_), &places_);
+    const size_t count = std::min(kDataAtOnce, header_.data_bytes - have_);
+    handler_->DataPlaces(count, &places_, &read);
+    read.is_hashed = !places_.empty();
+    if (places_.empty()) {
+      nowhere_.resize(kNowhereBytes);
+      places_.push_back(std::span(nowhere_).first(std::min(count, kNowhereBytes)));
+    }
   }
-  QUIRE_DCHECK(!places_.empty() && !places_.front().empty()) << "there is no place to read to";
-  return places_;
+  QUIRE_DCHECK(!places_.front().empty()) << "there is no place to read to";
+  read.places = places_;
+  return read;
 }
 
-Status FrameReader::OnRead(size_t count) {
-  QUIRE_CHECK(count <= due() - have_) << "more is read than there were places for";
-  have_ += count;
+Status FrameReader::OnRead(const FrameRead& read) {
+  QUIRE_CHECK(read.number == reads_) << "two read from one connection";
+  QUIRE_CHECK(read.count > 0) << "nothing was read, or it was not checked";
+  QUIRE_CHECK(read.count <= due() - have_) << "more is read than there were places for";
+  have_ += read.count;
   if (expect_ == Expect::kHeader) return have_ == due() ? OnHeader() : Status();
-  if (expect_ == Expect::kHead) return have_ == due() ? OnHead() : Status();
-  QUIRE_RETURN_IF_ERROR(handler_->OnData(count));
+  if (expect_ == Expect::kHead) {
+    head_crc_ = read.crc;
+    return have_ == due() ? OnHead() : Status();
+  }
+  QUIRE_RETURN_IF_ERROR(handler_->OnData(read.count, read.crc));
   if (have_ < due()) return Status();
   have_ = 0;
   expect_ = Expect::kHeader;
@@ -52,6 +81,7 @@ Status FrameReader::OnHeader() {
       << "only data frames have data";
   ++next_number_;
   have_ = 0;
+  head_crc_ = 0;
   head_ = std::vector<std::byte>(header_.head_bytes);
   expect_ = Expect::kHead;
   return head_.empty() ? OnHead() : Status();
@@ -60,7 +90,7 @@ Status FrameReader::OnHeader() {
 Status FrameReader::OnHead() {
   QUIRE_DCHECK(expect_ == Expect::kHead);
   QUIRE_DCHECK(have_ == header_.head_bytes) << "the head has not come";
-  if (Crc32c(head_.data(), head_.size()) != header_.head_crc) {
+  if (head_crc_ != header_.head_crc) {
     return Status(StatusCode::kCorrupt, "transfer frame: the head's checksum is wrong");
   }
   have_ = 0;

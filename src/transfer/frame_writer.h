@@ -40,7 +40,8 @@ class FrameWriter {
   size_t urgent_count() const { return urgent_.size(); }
 
   // What is to be written next: at most frames_max frames, the last of which alone has data. Valid
-  // until the next call that is not const. Empty without output.
+  // until the next Gather or Consume, whatever is queued or dropped meanwhile. Empty without
+  // output.
   std::span<const std::span<const std::byte>> Gather(size_t frames_max);
   // `bytes` of them are written.
   void Consume(size_t bytes);

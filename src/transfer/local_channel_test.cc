@@ -2,14 +2,19 @@
 // caches are in src/kv/cache/kv_channel_test.cc.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstring>
+#include <functional>
+#include <future>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/testing/refuse_each.h"
 #include "quire/transfer.h"
+#include "transfer/testing/gate.h"
 
 namespace quire {
 namespace {
@@ -38,6 +43,7 @@ class Recorder final : public KVTransfer {
   std::vector<Completed> completed;
   std::vector<std::string> failures;
   uint64_t epoch = 7;  // the only one that is known
+  std::function<void()> on_store;
 
   Result<ReceiveView> View(uint64_t of, int64_t, const ReceivePart& part) override {
     if (of != epoch) return Status(StatusCode::kNotFound, "over");
@@ -49,6 +55,8 @@ class Recorder final : public KVTransfer {
   }
   Status Store(uint64_t of, int64_t, const ReceivePart& part, const ReceiveView& view,
                std::optional<uint32_t> digest) override {
+    if (on_store) on_store();
+    const std::lock_guard lock(mutex_);
     if (of != epoch) return Status(StatusCode::kNotFound, "over");
     if (damages) view.rows.v.data_as<uint16_t>()[0] ^= 1;
     if (digest.has_value() && DigestOfHeads(view.rows, 0, part.head_count) != *digest)
@@ -59,6 +67,7 @@ class Recorder final : public KVTransfer {
     return Status();
   }
   Status Complete(uint64_t of, int64_t layer, const ReceivePart& part) override {
+    const std::lock_guard lock(mutex_);
     if (of != epoch) return Status(StatusCode::kNotFound, "over");
     completed.push_back({of, layer, part.first_row, part.count, part.first_head});
     return Status();
@@ -92,6 +101,8 @@ class Recorder final : public KVTransfer {
     ADD_FAILURE() << "a channel has made a control call";
     return Status(StatusCode::kInternal, "a channel makes no control call");
   }
+
+  std::mutex mutex_;  // of what Store and Complete write
 };
 
 class LocalChannelTest : public testing::Test {
@@ -205,6 +216,65 @@ TEST_F(LocalChannelTest, ErrorsOfAndAboutPeersAreReturned) {
   ASSERT_TRUE(channel_->Connect(4, &receiver_).ok());  // of before it knows nothing
   ASSERT_TRUE(End(Record(0, 1)).ok());
   EXPECT_TRUE(receiver_.completed.empty());
+}
+
+TEST_F(LocalChannelTest, ARecordWhoseRowsAreNotTakenSaysSo) {
+  ASSERT_TRUE(Give(0, Range(0, 2)).ok());
+  ASSERT_TRUE(Give(1, Range(0, 2)).ok());
+  receiver_.epoch = 8;
+  EXPECT_EQ(End(Record(0, 2)).code(), StatusCode::kNotFound);
+  receiver_.epoch = 7;
+  EXPECT_TRUE(End(Record(0, 2)).ok());  // nothing is left of it
+  EXPECT_TRUE(receiver_.completed.empty());
+}
+
+// A receiver that stores rows holds up those who give it these, and nobody else: no other sender of
+// its own, no sender to another one (of the other direction, as it may be), and no call about them.
+TEST_F(LocalChannelTest, NobodyWaitsForTheRowsOfOthers) {
+  Gate held;
+  receiver_.on_store = [&] { held.Pass(); };
+  std::future<Status> given = std::async(std::launch::async, [&] { return Give(0, Range(0, 4)); });
+  EXPECT_TRUE(held.AwaitInside());
+  Recorder other;
+  std::future<Status> called = std::async(std::launch::async, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(channel_->Connect(5, &other));
+    SendRange range = Range(0, 8);
+    range.peer = 5;
+    QUIRE_RETURN_IF_ERROR(Give(0, range));
+    QUIRE_RETURN_IF_ERROR(End(Record(0, 8, 5)));
+    QUIRE_RETURN_IF_ERROR(channel_->Disconnect(5));
+    QUIRE_RETURN_IF_ERROR(Give(1, Range(4, 2)));
+    QUIRE_RETURN_IF_ERROR(End(Record(4, 2)));
+    const SendRecord aborted = Record(6, 2);
+    return channel_->OnForwardAborted(std::span(&aborted, 1));
+  });
+  EXPECT_EQ(called.wait_for(std::chrono::minutes(1)), std::future_status::ready);
+  held.Release();
+  EXPECT_EQ(called.get().ToString(), "Ok");
+  EXPECT_EQ(given.get().ToString(), "Ok");
+  EXPECT_EQ(other.completed.size(), 1U);
+  EXPECT_EQ(other.pages.k, source_.k);
+  ASSERT_EQ(receiver_.completed.size(), 1U);
+  EXPECT_EQ(receiver_.completed[0].layer, 1);
+  ASSERT_TRUE(End(Record(0, 4)).ok());
+  EXPECT_EQ(receiver_.completed.size(), 2U);
+}
+
+TEST_F(LocalChannelTest, APeerLeavesWhenNothingIsStoredInItAnyMore) {
+  Gate held;
+  receiver_.on_store = [&] { held.Pass(); };
+  std::future<Status> given = std::async(std::launch::async, [&] { return Give(0, Range(0, 4)); });
+  EXPECT_TRUE(held.AwaitInside());
+  std::future<Status> left =
+      std::async(std::launch::async, [&] { return channel_->Disconnect(4); });
+  EXPECT_EQ(left.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
+  held.Release();
+  EXPECT_EQ(left.get().ToString(), "Ok");
+  EXPECT_EQ(given.get().ToString(), "Ok");
+  EXPECT_EQ(receiver_.stored_rows.size(), 1U);
+  ASSERT_TRUE(channel_->Connect(4, &receiver_).ok());
+  ASSERT_TRUE(End(Record(0, 4)).ok());
+  EXPECT_TRUE(receiver_.completed.empty()) << "what was given before it left counts";
 }
 
 TEST_F(LocalChannelTest, EachAllocationRefused) {

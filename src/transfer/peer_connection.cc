@@ -53,6 +53,18 @@ uint32_t CopyRuns(std::span<const std::span<const std::byte>> runs, std::byte* t
   return digest;
 }
 
+// Lets a lock go for its life.
+class Unlocked {
+ public:
+  explicit Unlocked(std::unique_lock<std::mutex>* lock) : lock_(lock) { lock_->unlock(); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+  ~Unlocked() { lock_->lock(); }
+
+ private:
+  std::unique_lock<std::mutex>* const lock_;
+};
+
 // What ends for no reason would be taken for open.
 Status CheckReason(const char* call, const Status& why) {
   if (!why.ok()) return Status();
@@ -599,43 +611,45 @@ void PeerConnection::GiveWindow(int64_t bytes) {
 // ------------------------------------------------------------------------------------- the thread
 
 void PeerConnection::Run() noexcept {
-  bool can_read = true;
-  for (;;) {
-    PollEntry entries[2] = {{.fd = waker_.fd(), .wants_read = true}, {}};
-    int64_t timeout = 0;
-    bool goes_on = false;
-    {
-      std::unique_lock session_lock(session_mutex_);
-      Status failure;
-      try {
-        goes_on = Turn(session_lock, can_read);
-      } catch (const std::bad_alloc&) {
-        failure = Status::OutOfMemory();
-      }
-      if (goes_on) {
-        const ByteChannel::Wait wait =
-            channel_->PrepareWait(session_.accepts_input(), session_.has_output());
-        entries[1] = wait.entry;
-        const int64_t deadline = session_.next_deadline();
-        const int64_t now = clock_->SteadyNs();
-        timeout = wait.is_ready        ? 0
-                  : deadline == kNever ? kNever
-                                       : std::max<int64_t>(0, deadline - now);
-        QUIRE_DCHECK(timeout >= 0);
-        can_read = wait.is_ready;
-      } else {
-        Finish(failure);
-      }
-    }
-    Wake();
-    if (!goes_on) return Linger();
-    PollSockets(entries, timeout);
-    if (entries[0].can_read) waker_.Clear();
-    can_read |= entries[1].can_read;
-  }
+  Wanted wanted;
+  for (bool can_read = true; TakeTurn(can_read, &wanted); can_read = Wait(wanted)) Wake();
+  Finish();
+  Wake();
+  Linger();
 }
 
-// Without the session, which is over: nobody else uses the channel any more.
+bool PeerConnection::TakeTurn(bool can_read, Wanted* wanted) {
+  std::unique_lock session_lock(session_mutex_);
+  bool goes_on = false;
+  bool is_short = false;
+  try {
+    goes_on = Turn(session_lock, can_read);
+  } catch (const std::bad_alloc&) {
+    is_short = true;
+  }
+  if (!goes_on) {
+    session_.Lose(is_short ? Status::OutOfMemory()
+                           : Status(StatusCode::kUnavailable, "transfer: the connection is over"));
+    return false;
+  }
+  *wanted = {.read = session_.accepts_input(),
+             .write = session_.has_output(),
+             .until_ns = session_.next_deadline()};
+  return true;
+}
+
+// What a call has queued since then signals the waker.
+bool PeerConnection::Wait(const Wanted& wanted) {
+  const ByteChannel::Wait wait = channel_->PrepareWait(wanted.read, wanted.write);
+  PollEntry entries[2] = {{.fd = waker_.fd(), .wants_read = true}, wait.entry};
+  const int64_t left_ns = wanted.until_ns == kNever
+                              ? kNever
+                              : std::max<int64_t>(0, wanted.until_ns - clock_->SteadyNs());
+  PollSockets(entries, wait.is_ready ? 0 : left_ns);
+  if (entries[0].can_read) waker_.Clear();
+  return wait.is_ready || entries[1].can_read;
+}
+
 void PeerConnection::Linger() noexcept {
   const int64_t until = clock_->SteadyNs() + kLingerNs;
   for (int64_t left = kLingerNs; !channel_->HasLeft() && left > 0;
@@ -674,26 +688,33 @@ bool PeerConnection::RunCommands() {
 
 bool PeerConnection::ReadSome(std::unique_lock<std::mutex>& session_lock, int reads_max) {
   for (int i = 0; i < reads_max && session_.accepts_input(); ++i) {
-    const Result<size_t> count = channel_->Read(session_.Places());
+    FrameRead read = session_.BeginRead();
+    Result<size_t> count = size_t{0};
+    {
+      const Unlocked unlocked(&session_lock);
+      count = channel_->Read(read.places);
+      if (count.ok() && *count > 0) read.Check(*count);
+    }
     if (!count.ok()) {
       session_.Lose(Status(count.status().code(), "transfer: " + endpoint_ + ": " +
                                                       std::string(count.status().message())));
       return false;
     }
     if (*count == 0) break;
-    session_.OnRead(*count, clock_->SteadyNs());
+    session_.OnRead(read, clock_->SteadyNs());
     if (session_.receives().has_due()) StoreDue(session_lock);
   }
   return true;
 }
 
-// A thread that cancels or asks for something does not wait for the copy.
 void PeerConnection::StoreDue(std::unique_lock<std::mutex>& session_lock) {
   ReceiveHalf::DueStore due = session_.receives().TakeDue();
+  Status stored;
   is_storing_ = true;
-  session_lock.unlock();
-  const Status stored = due.Store();
-  session_lock.lock();
+  {
+    const Unlocked unlocked(&session_lock);
+    stored = due.Store();
+  }
   is_storing_ = false;
   stored_.notify_all();
   session_.receives().OnStored(due, stored);
@@ -701,7 +722,12 @@ void PeerConnection::StoreDue(std::unique_lock<std::mutex>& session_lock) {
 
 bool PeerConnection::WriteSome(std::unique_lock<std::mutex>& session_lock) {
   for (int i = 0; i < kWritesPerTurn && session_.has_output(); ++i) {
-    const Result<size_t> count = channel_->Write(session_.Gather(kFramesPerWrite));
+    const std::span<const std::span<const std::byte>> frames = session_.Gather(kFramesPerWrite);
+    Result<size_t> count = size_t{0};
+    {
+      const Unlocked unlocked(&session_lock);
+      count = channel_->Write(frames);
+    }
     if (!count.ok()) {
       // What the peer said before it closed says why, and its last rows may count.
       if (!ReadSome(session_lock, kLastReads)) return false;
@@ -715,10 +741,8 @@ bool PeerConnection::WriteSome(std::unique_lock<std::mutex>& session_lock) {
   return true;
 }
 
-// REQUIRES: session_mutex_
-void PeerConnection::Finish(const Status& why) noexcept {
-  session_.Lose(why.ok() ? Status(StatusCode::kUnavailable, "transfer: the connection is over")
-                         : why);
+// The session is over, and has said so.
+void PeerConnection::Finish() noexcept {
   channel_->EndWrites();
   {
     const std::lock_guard lock(mutex_);

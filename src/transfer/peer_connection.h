@@ -1,5 +1,7 @@
 // A connection between two processes that move KV: the session, its bytes, and one thread that
-// carries them. Callers' threads hand over parts through a queue, and wait for the window.
+// carries them. Callers' threads hand over parts through a queue, and wait for the window. They
+// share the session with the thread, which lets it go while it reads, hashes, copies to pages,
+// writes and waits: no call waits for bytes.
 #ifndef QUIRE_TRANSFER_PEER_CONNECTION_H_
 #define QUIRE_TRANSFER_PEER_CONNECTION_H_
 
@@ -104,14 +106,23 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
 
   void Run() noexcept;
   void Wake() noexcept;
-  // With the session, which they let go for the time of a copy to pages. False: it is over.
+  struct Wanted {
+    bool read = false;
+    bool write = false;
+    int64_t until_ns = 0;
+  };
+  // Whether it goes on, and what it waits for.
+  bool TakeTurn(bool can_read, Wanted* wanted);
+  // Whether there may be something to read.
+  bool Wait(const Wanted& wanted);
+  // With the session, which they let go while bytes move. False: it is over.
   bool Turn(std::unique_lock<std::mutex>& session_lock, bool can_read);
   bool ReadSome(std::unique_lock<std::mutex>& session_lock, int reads_max);
   bool WriteSome(std::unique_lock<std::mutex>& session_lock);
   void StoreDue(std::unique_lock<std::mutex>& session_lock);
   // Whether the connection is to be closed.
   bool RunCommands();
-  void Finish(const Status& why) noexcept;
+  void Finish() noexcept;
   // Until what was written reaches the peer without us: not for long, the peer may be dead.
   void Linger() noexcept;
   template <typename F>
@@ -128,8 +139,8 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   std::mutex wake_mutex_;  // before the others; held while wake_ runs
   std::function<void()> wake_;
 
-  mutable std::mutex session_mutex_;  // before mutex_, where both are held
-  const std::unique_ptr<ByteChannel> channel_;
+  const std::unique_ptr<ByteChannel> channel_;  // of the thread
+  mutable std::mutex session_mutex_;            // before mutex_, where both are held
   TransferSession session_;
   bool is_storing_ = false;         // in the receiver, without the session
   std::condition_variable stored_;  // it is not any more

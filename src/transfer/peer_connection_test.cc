@@ -20,11 +20,13 @@
 #include <utility>
 #include <vector>
 
+#include "base/check.h"
 #include "base/guard.h"
 #include "base/testing/refuse_each.h"
 #include "base/testing/soak.h"
 #include "base/testing/threads_of_process.h"
 #include "transfer/testing/faulty_channel.h"
+#include "transfer/testing/gate.h"
 #include "transfer/testing/test_channels.h"
 #include "transfer/testing/test_session.h"
 
@@ -33,10 +35,74 @@ namespace {
 
 constexpr int64_t kMinuteNs = 60 * kTestSecondNs;  // for what must come; nothing waits so long
 
+// What happens where a connection's bytes move.
+struct ChannelHooks {
+  using Places = std::span<const std::span<std::byte>>;
+
+  std::atomic<bool> are_on = false;       // set all others before
+  std::function<void(Places)> on_read{};  // bytes have come
+  std::function<void()> on_write{};
+};
+
+int64_t BytesOf(ChannelHooks::Places places) {
+  int64_t bytes = 0;
+  for (const std::span<std::byte>& place : places) bytes += std::ssize(place);
+  return bytes;
+}
+
+// Another channel, in which no two threads are at a time.
+class WatchedChannel final : public ByteChannel {
+ public:
+  WatchedChannel(std::unique_ptr<ByteChannel> inner, const ChannelHooks* hooks)
+      : inner_(std::move(inner)), hooks_(hooks) {}
+
+  Result<size_t> Read(std::span<const std::span<std::byte>> into) override {
+    const Inside inside(&is_inside_);
+    const Result<size_t> count = inner_->Read(into);
+    if (hooks_->are_on && hooks_->on_read && count.ok() && *count > 0) hooks_->on_read(into);
+    return count;
+  }
+  Result<size_t> Write(std::span<const std::span<const std::byte>> parts) override {
+    const Inside inside(&is_inside_);
+    if (hooks_->are_on && hooks_->on_write) hooks_->on_write();
+    return inner_->Write(parts);
+  }
+  void EndWrites() noexcept override {
+    const Inside inside(&is_inside_);
+    inner_->EndWrites();
+  }
+  bool HasLeft() noexcept override {
+    const Inside inside(&is_inside_);
+    return inner_->HasLeft();
+  }
+  Wait PrepareWait(bool wants_read, bool wants_write) override {
+    const Inside inside(&is_inside_);
+    return inner_->PrepareWait(wants_read, wants_write);
+  }
+
+ private:
+  class Inside {
+   public:
+    explicit Inside(std::atomic<bool>* is_inside) : is_inside_(is_inside) {
+      QUIRE_CHECK(!is_inside_->exchange(true)) << "two threads are in a channel";
+    }
+    ~Inside() { *is_inside_ = false; }
+
+   private:
+    std::atomic<bool>* const is_inside_;
+  };
+
+  const std::unique_ptr<ByteChannel> inner_;
+  const ChannelHooks* const hooks_;
+  std::atomic<bool> is_inside_ = false;
+};
+
 // A receiver that connects and a sender.
 struct ConnectionPair {
   explicit ConnectionPair(Channels channels, int64_t window_bytes = 1 << 20,
                           int64_t dead_after_ns = kMinuteNs, int64_t send_wait_ns = kMinuteNs) {
+    channels[0] = std::make_unique<WatchedChannel>(std::move(channels[0]), &to_hooks);
+    channels[1] = std::make_unique<WatchedChannel>(std::move(channels[1]), &from_hooks);
     TransferSession::Options options = TestSessionOptions(true, "a secret");
     options.window_bytes = window_bytes;
     options.dead_after_ns = dead_after_ns;
@@ -78,8 +144,19 @@ struct ConnectionPair {
     return from->OnForwardEnded(std::span(&record, 1));
   }
 
+  // Holds up the first read of so many rows, before they are hashed, and changes a bit then.
+  void HoldReadOf(int64_t rows, Gate* gate, bool is_damaged) {
+    to_hooks.on_read = [=](ChannelHooks::Places places) {
+      if (BytesOf(places) != rows * kTestRowBytes || gate->passed() > 0) return;
+      gate->Pass();
+      if (is_damaged) places.front().front() ^= std::byte{1};
+    };
+    to_hooks.are_on = true;
+  }
+
   const std::shared_ptr<Clock> clock = MachineTime();
   TestReceiver receiver;
+  ChannelHooks to_hooks, from_hooks;
   std::shared_ptr<PeerConnection> to;
   std::shared_ptr<PeerConnection> from;
 };
@@ -446,60 +523,198 @@ TEST(PeerConnection, ALoadIsSaidWithoutWaitingForTheThread) {
   EXPECT_TRUE(pair.to->status().ok());
 }
 
-// Holds up the first copy of a receiver.
-class HeldStore {
- public:
-  explicit HeldStore(TestReceiver* receiver) {
-    receiver->on_store = [this] {
-      if (stores_++ > 0) return;
-      inside_.set_value();
-      may_go_.wait();
-    };
-  }
-  bool AwaitInside() {
-    return inside_.get_future().wait_for(std::chrono::minutes(1)) == std::future_status::ready;
-  }
-  void Release() { go_.set_value(); }
-  int stores() const { return stores_; }
-
- private:
-  std::atomic<int> stores_ = 0;
-  std::promise<void> inside_, go_;
-  const std::shared_future<void> may_go_ = go_.get_future().share();
-};
+// Rows of an epoch are held up: it is cancelled, and another one asked for. Then all goes on.
+void CancelAndAskMeanwhile(ConnectionPair* pair, uint64_t epoch, Gate* held) {
+  const ReceiveMap next = pair->receiver.Reserve(4);
+  std::future<Status> called = std::async(std::launch::async, [&]() -> Status {
+    QUIRE_RETURN_IF_ERROR(pair->to->Cancel(epoch, Status(StatusCode::kCancelled, "test")));
+    QUIRE_RETURN_IF_ERROR(pair->to->Request({}, next));
+    EXPECT_EQ(pair->to->stats().receives_open, 1);
+    return Status();
+  });
+  EXPECT_EQ(called.wait_for(std::chrono::minutes(1)), std::future_status::ready);
+  pair->receiver.End(epoch);
+  held->Release();
+  EXPECT_EQ(called.get().ToString(), "Ok");
+  ASSERT_TRUE(pair->from->NextRequest(*pair->clock, pair->Soon()).ok());
+  ASSERT_EQ(pair->Send(next.epoch, 0, 4).ToString(), "Ok");
+  EXPECT_TRUE(pair->receiver.WaitReceived(next.epoch, 4, *pair->clock, pair->Soon()).ok());
+  pair->receiver.CheckPages();
+  EXPECT_EQ(pair->to->stats().parts_received, kTestLayers);
+  EXPECT_EQ(pair->from->stats().parts_sent_again, 0);
+  EXPECT_EQ(pair->receiver.staging().held, 0);
+}
 
 // A copy to pages holds up the rows behind it, and no call.
 TEST(PeerConnection, NoCallWaitsForACopy) {
   for (const Way way : EachWay()) {
     SCOPED_TRACE(NameOf(way));
+    Gate held;
     ConnectionPair pair(MakeChannels(way));
-    HeldStore held(&pair.receiver);
+    pair.receiver.on_store = [&] { held.Pass(); };
     const auto epoch = pair.Ask(4);
     ASSERT_TRUE(epoch.ok());
     ASSERT_TRUE(pair.Send(*epoch, 0, 4).ok());
     EXPECT_TRUE(held.AwaitInside());
-    const ReceiveMap next = pair.receiver.Reserve(4);
+    CancelAndAskMeanwhile(&pair, *epoch, &held);
+  }
+}
+
+// Nor for a read and a digest. Damage of rows that nobody wants any more is none.
+TEST(PeerConnection, NoCallWaitsForARead) {
+  for (const Way way : EachWay()) {
+    for (const bool is_damaged : {false, true}) {
+      SCOPED_TRACE(NameOf(way));
+      Gate held;
+      ConnectionPair pair(MakeChannels(way));
+      const auto epoch = pair.Ask(4);
+      ASSERT_TRUE(epoch.ok());
+      pair.HoldReadOf(4, &held, is_damaged);
+      ASSERT_TRUE(pair.Send(*epoch, 0, 4).ok());
+      EXPECT_TRUE(held.AwaitInside());
+      CancelAndAskMeanwhile(&pair, *epoch, &held);
+    }
+  }
+}
+
+// Rows that wait behind those that are written are dropped meanwhile.
+TEST(PeerConnection, NoCallWaitsForAWrite) {
+  for (const Way way : EachWay()) {
+    SCOPED_TRACE(NameOf(way));
+    Gate held;
+    ConnectionPair pair(MakeChannels(way));
+    const auto epoch = pair.Ask(4);
+    ASSERT_TRUE(epoch.ok());
+    pair.from_hooks.on_write = [&] { held.Pass(); };
+    pair.from_hooks.are_on = true;
+    ASSERT_TRUE(pair.Send(*epoch, 0, 4).ok());
+    EXPECT_TRUE(held.AwaitInside());
     std::future<Status> called = std::async(std::launch::async, [&]() -> Status {
-      QUIRE_RETURN_IF_ERROR(pair.to->Cancel(*epoch, Status(StatusCode::kCancelled, "test")));
-      QUIRE_RETURN_IF_ERROR(pair.to->Request({}, next));
-      EXPECT_EQ(pair.to->stats().receives_open, 1);
+      QUIRE_RETURN_IF_ERROR(pair.from->Refuse(*epoch, Status(StatusCode::kFull, "busy")));
+      EXPECT_EQ(pair.from->stats().sends_open, 0);
       return Status();
     });
     EXPECT_EQ(called.wait_for(std::chrono::minutes(1)), std::future_status::ready);
-    pair.receiver.End(*epoch);
     held.Release();
     EXPECT_EQ(called.get().ToString(), "Ok");
-    ASSERT_TRUE(pair.from->NextRequest(*pair.clock, pair.Soon()).ok());
-    ASSERT_EQ(pair.Send(next.epoch, 0, 4).ToString(), "Ok");
-    EXPECT_TRUE(pair.receiver.WaitReceived(next.epoch, 4, *pair.clock, pair.Soon()).ok());
+    EXPECT_EQ(pair.receiver.WaitReceived(*epoch, 4, *pair.clock, pair.Soon()).code(),
+              StatusCode::kFull);
+    const auto next = pair.Ask(4);
+    ASSERT_TRUE(next.ok());
+    ASSERT_EQ(pair.Send(*next, 0, 4).ToString(), "Ok");
+    EXPECT_TRUE(pair.receiver.WaitReceived(*next, 4, *pair.clock, pair.Soon()).ok());
     pair.receiver.CheckPages();
-    EXPECT_EQ(pair.to->stats().parts_received, kTestLayers);
+  }
+}
+
+TEST(PeerConnection, AConnectionIsClosedWhileItReads) {
+  for (const Way way : EachWay()) {
+    SCOPED_TRACE(NameOf(way));
+    Gate held;
+    ConnectionPair pair(MakeChannels(way));
+    const auto epoch = pair.Ask(8);
+    ASSERT_TRUE(epoch.ok());
+    pair.HoldReadOf(4, &held, true);
+    ASSERT_TRUE(pair.Send(*epoch, 0, 4).ok());
+    EXPECT_TRUE(held.AwaitInside());
+    const ReceiveMap next = pair.receiver.Reserve(4);
+    std::future<Status> called = std::async(std::launch::async, [&] {
+      pair.to->Close();
+      return pair.to->Request({}, next);
+    });
+    EXPECT_EQ(called.wait_for(std::chrono::minutes(1)), std::future_status::ready);
+    held.Release();
+    EXPECT_EQ(called.get().code(), StatusCode::kClosed);
+    EXPECT_EQ(pair.receiver.WaitReceived(*epoch, 8, *pair.clock, pair.Soon()).code(),
+              StatusCode::kClosed);
+    EXPECT_FALSE(pair.from->NextRequest(*pair.clock, pair.Soon()).ok());
+    ASSERT_TRUE(pair.to->SetReceiver(nullptr).ok());
+    pair.receiver.CheckPages();
+    EXPECT_EQ(pair.receiver.staging().held, 0);
+  }
+}
+
+// The bytes that come then have memory of their own.
+TEST(PeerConnection, AReceiverLeavesWhileItsRowsAreRead) {
+  Gate held;
+  ConnectionPair pair(MakeChannels(Way::kSocket));
+  ASSERT_TRUE(pair.to->WaitOpen(pair.Soon()).ok());
+  ASSERT_TRUE(pair.to->SetReceiver(nullptr).ok());
+  auto leaving = std::make_unique<TestReceiver>();
+  ASSERT_TRUE(pair.to->SetReceiver(leaving.get()).ok());
+  const ReceiveMap map = leaving->Reserve(4);
+  ASSERT_TRUE(pair.to->Request({}, map).ok());
+  ASSERT_TRUE(pair.from->NextRequest(*pair.clock, pair.Soon()).ok());
+  pair.HoldReadOf(4, &held, true);
+  ASSERT_TRUE(pair.Send(map.epoch, 0, 4).ok());
+  EXPECT_TRUE(held.AwaitInside());
+  std::future<Status> left =
+      std::async(std::launch::async, [&] { return pair.to->SetReceiver(nullptr); });
+  const bool has_left = left.wait_for(std::chrono::minutes(1)) == std::future_status::ready;
+  EXPECT_TRUE(has_left);
+  EXPECT_EQ(leaving->open.at(map.epoch).failure.code(), StatusCode::kCancelled);
+  if (has_left) leaving.reset();
+  held.Release();
+  EXPECT_EQ(left.get().ToString(), "Ok");
+  ASSERT_TRUE(pair.to->SetReceiver(&pair.receiver).ok());
+  pair.receiver.last_epoch = map.epoch;  // an epoch of the one before is not used again
+  const auto next = pair.Ask(4);
+  ASSERT_TRUE(next.ok()) << next.status().ToString();
+  ASSERT_EQ(pair.Send(*next, 0, 4).ToString(), "Ok");
+  EXPECT_TRUE(pair.receiver.WaitReceived(*next, 4, *pair.clock, pair.Soon()).ok());
+  pair.receiver.CheckPages();
+  EXPECT_EQ(pair.from->stats().parts_sent_again, 0);
+}
+
+// Rows of each transfer are damaged once, every third transfer is cancelled while it comes, and
+// somebody asks all the time.
+TEST(PeerConnection, ManyThreadsCallWhileRowsAreRead) {
+  constexpr int kRounds = 201;
+  for (const Way way : EachWay()) {
+    SCOPED_TRACE(NameOf(way));
+    std::atomic<bool> damages = false;
+    ConnectionPair pair(MakeChannels(way));
+    pair.to_hooks.on_read = [&](ChannelHooks::Places places) {
+      if (BytesOf(places) == 4 * kTestRowBytes && damages.exchange(false))
+        places.front().front() ^= std::byte{1};
+    };
+    pair.to_hooks.are_on = true;
+    std::atomic<bool> is_over = false;
+    std::thread asks([&] {
+      while (!is_over) EXPECT_LE(pair.to->stats().receives_open, 1);
+    });
+    for (int i = 0; i < kRounds; ++i) {
+      const bool is_cancelled = i % 3 == 0;
+      const auto epoch = pair.Ask(4);
+      EXPECT_TRUE(epoch.ok()) << epoch.status().ToString();
+      if (!epoch.ok()) break;
+      damages = true;
+      const auto cancel = [&] {
+        return pair.to->Cancel(*epoch, Status(StatusCode::kCancelled, "test"));
+      };
+      std::future<Status> cancelled;
+      if (is_cancelled) cancelled = std::async(std::launch::async, cancel);
+      const Status sent = pair.Send(*epoch, 0, 4);
+      if (!is_cancelled) {
+        EXPECT_EQ(sent.ToString(), "Ok");
+        EXPECT_TRUE(pair.receiver.WaitReceived(*epoch, 4, *pair.clock, pair.Soon()).ok());
+      }
+      EXPECT_EQ((is_cancelled ? cancelled.get() : cancel()).ToString(), "Ok");
+      pair.receiver.CheckPages();
+      pair.receiver.End(*epoch);
+    }
+    is_over = true;
+    asks.join();
+    // In front of each third one nothing is on its way.
+    EXPECT_GE(pair.from->stats().parts_sent_again, kRounds / 3);
+    EXPECT_EQ(pair.receiver.staging().held, 0);
   }
 }
 
 TEST(PeerConnection, AReceiverLeavesWhenNothingIsCopiedToItAnyMore) {
+  Gate held;
   ConnectionPair pair(MakeChannels(Way::kSocket));
-  HeldStore held(&pair.receiver);
+  pair.receiver.on_store = [&] { held.Pass(); };
   const auto epoch = pair.Ask(4);
   ASSERT_TRUE(epoch.ok());
   ASSERT_TRUE(pair.Send(*epoch, 0, 4).ok());
@@ -509,7 +724,7 @@ TEST(PeerConnection, AReceiverLeavesWhenNothingIsCopiedToItAnyMore) {
   EXPECT_EQ(left.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
   held.Release();
   EXPECT_EQ(left.get().ToString(), "Ok");
-  EXPECT_EQ(held.stores(), 1) << "the second layer's rows went to a receiver that has left";
+  EXPECT_EQ(held.passed(), 1) << "the second layer's rows went to a receiver that has left";
   EXPECT_EQ(pair.receiver.open.at(*epoch).failure.code(), StatusCode::kCancelled);
 }
 
@@ -625,8 +840,12 @@ struct HandSender {
 
   void CarryUntil(const std::function<bool()>& is_done) {
     while (!is_done()) {
-      const size_t count = channel->Read(side.session.Places()).value();
-      if (count > 0) side.session.OnRead(count, clock->SteadyNs());
+      FrameRead read = side.session.BeginRead();
+      const size_t count = channel->Read(read.places).value();
+      if (count > 0) {
+        read.Check(count);
+        side.session.OnRead(read, clock->SteadyNs());
+      }
       while (side.session.has_output()) {
         const size_t written = channel->Write(side.session.Gather(8)).value();
         if (written == 0) break;

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/checksum.h"
 #include "base/clock.h"
 #include "transfer/part_runs.h"
 
@@ -19,7 +18,6 @@ using wire::TransferOpcode;
 // Parts between two records: those of a forward, of at least one row and layer each.
 constexpr size_t kOpenPartsMax = size_t{1} << 16;
 constexpr int kDamagedMax = wire::kPartAgainMax + 1;
-constexpr size_t kNowhereBytes = size_t{1} << 16;
 // How often a part that found no room asks again. The room is another connection's, and comes back
 // with the part that arrives there.
 constexpr int64_t kRoomEveryNs = kNsPerMs;
@@ -218,14 +216,13 @@ Status ReceiveHalf::OnDataFrame(const wire::TransferData& data, size_t bytes) {
   return Status();
 }
 
-void ReceiveHalf::DataPlaces(size_t count, std::vector<std::span<std::byte>>* places) {
+void ReceiveHalf::DataPlaces(size_t count, std::vector<std::span<std::byte>>* places,
+                             FrameRead* read) {
   const Incoming& incoming = Current()->second;
   QUIRE_DCHECK(static_cast<int64_t>(count) <= incoming.head.bytes - incoming.received);
-  if (incoming.runs.empty()) {
-    nowhere_.resize(kNowhereBytes);
-    places->push_back(std::span(nowhere_).first(std::min(count, nowhere_.size())));
-    return;
-  }
+  if (incoming.runs.empty()) return;
+  read->memory = incoming.view.memory;
+  read->crc = incoming.crc;
   size_t at = incoming.run_at;
   for (size_t run = incoming.run; run < incoming.runs.size() && count > 0; ++run, at = 0) {
     const std::span<std::byte> rest = incoming.runs[run].subspan(at);
@@ -235,19 +232,19 @@ void ReceiveHalf::DataPlaces(size_t count, std::vector<std::span<std::byte>>* pl
   QUIRE_DCHECK(count == 0) << "the part's places have fewer bytes than the part";
 }
 
-Status ReceiveHalf::OnData(size_t count) {
+Status ReceiveHalf::OnData(size_t count, uint32_t crc) {
   const auto place = Current();
   Incoming& incoming = place->second;
   QUIRE_CHECK(static_cast<int64_t>(count) <= incoming.head.bytes - incoming.received);
   incoming.received += static_cast<int64_t>(count);
+  incoming.crc = crc;
   while (count > 0 && !incoming.runs.empty()) {
     QUIRE_CHECK(incoming.run < incoming.runs.size()) << "bytes have come for which no place was";
-    const std::span<std::byte> rest = incoming.runs[incoming.run].subspan(incoming.run_at);
-    const size_t here = std::min(count, rest.size());
-    incoming.crc = Crc32c(rest.data(), here, incoming.crc);
+    const size_t rest = incoming.runs[incoming.run].size() - incoming.run_at;
+    const size_t here = std::min(count, rest);
     incoming.run_at += here;
     count -= here;
-    if (incoming.run_at < incoming.runs[incoming.run].size()) continue;
+    if (here < rest) continue;
     ++incoming.run;
     incoming.run_at = 0;
   }

@@ -8,6 +8,10 @@
 // nothing that counts, and one part holds memory at a time. Where other connections' parts hold all
 // of it, a part waits, and with it all that the peer sends.
 //
+// The bytes of a part are read and hashed by the thread that reads, into places that DataPlaces
+// gives with their memory; OnData tells what came. A transfer that ends between the two lets go of
+// the part: what comes then counts for nothing.
+//
 // Storing copies rows, which takes its time: this does not do it, and says what is due (TakeDue).
 // The thread that reads does it before it reads on, and tells what came of it (OnStored);
 // meanwhile all other calls are allowed.
@@ -28,6 +32,7 @@
 #include "quire/kv_transfer.h"
 #include "quire/status.h"
 #include "quire/transfer_peer.h"
+#include "transfer/frame_reader.h"
 #include "transfer/frame_writer.h"
 #include "wire/transfer_frames.h"
 
@@ -70,8 +75,8 @@ class ReceiveHalf {
   // No data are to be read: Tick looks for room again.
   bool waits_for_room() const { return room_at_ns_ != kNever; }
   Status OnDataFrame(const wire::TransferData& data, size_t bytes);
-  void DataPlaces(size_t count, std::vector<std::span<std::byte>>* places);
-  Status OnData(size_t count);
+  void DataPlaces(size_t count, std::vector<std::span<std::byte>>* places, FrameRead* read);
+  Status OnData(size_t count, uint32_t crc);
 
   // A part whose rows have come. Nothing is to be read before it is stored.
   struct DueStore {
@@ -146,7 +151,6 @@ class ReceiveHalf {
   int64_t next_poll_ns_ = 0;
   int64_t room_at_ns_ = kNever;  // when the current part, which found no room, looks again
   std::optional<DueStore> due_;
-  std::vector<std::byte> nowhere_;
 };
 
 }  // namespace quire

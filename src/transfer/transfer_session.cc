@@ -67,27 +67,30 @@ TransferSession::TransferSession(Owner* owner, Options options, int64_t now_ns)
       end_deadline_ns_(MomentAfter(now_ns, std::min(options_.dead_after_ns, kFewFramesNs))) {
   QUIRE_CHECK(options_.heartbeat_ns > 0 && options_.dead_after_ns > 0 && options_.lease_ns > 0);
   QUIRE_CHECK(options_.window_bytes > 0) << "no part could come";
-  writer_.Queue(TransferOpcode::kHello, wire::Encode(own_hello_));
+  // All of the opening is in one queue with what may pass rows: a request would come before it.
+  writer_.QueueUrgent(TransferOpcode::kHello, wire::Encode(own_hello_));
 }
 
 // ------------------------------------------------------------------------------------- in and out
 
-void TransferSession::OnRead(size_t count, int64_t now_ns) {
+void TransferSession::OnRead(const FrameRead& read, int64_t now_ns) {
   QUIRE_CHECK(!receives_.has_due()) << "a part is not stored and more is read";
   now_ns_ = now_ns;
   heard_ns_ = now_ns;
   if (state_ == State::kEnding || state_ == State::kOver) return;
-  const Status status = reader_.OnRead(count);
+  const Status status = reader_.OnRead(read);
   if (!status.ok()) Close(status, now_ns);
 }
 
 void TransferSession::Receive(std::span<const std::byte> bytes, int64_t now_ns) {
   while (!bytes.empty() && state_ != State::kEnding && state_ != State::kOver) {
-    const std::span<std::byte> place = Places().front();
+    FrameRead read = BeginRead();
+    const std::span<std::byte> place = read.places.front();
     const size_t count = std::min(bytes.size(), place.size());
     std::memcpy(place.data(), bytes.data(), count);
     bytes = bytes.subspan(count);
-    OnRead(count, now_ns);
+    read.Check(count);
+    OnRead(read, now_ns);
     if (!receives_.has_due()) continue;
     ReceiveHalf::DueStore due = receives_.TakeDue();
     const Status stored = due.Store();
@@ -231,7 +234,7 @@ Status TransferSession::OnHello(std::span<const std::byte> head) {
       options_.secret, connects ? wire::kConnectorProofLabel : wire::kListenerProofLabel,
       connects ? own_hello_ : peer_hello_, connects ? peer_hello_ : own_hello_);
   const auto bytes = std::as_bytes(std::span(proof.bytes));
-  writer_.Queue(TransferOpcode::kProve, {bytes.begin(), bytes.end()});
+  writer_.QueueUrgent(TransferOpcode::kProve, {bytes.begin(), bytes.end()});
   state_ = State::kProve;
   return Status();
 }
@@ -255,7 +258,7 @@ void TransferSession::SendPassport() {
   QUIRE_DCHECK(state_ == (own_hello_.has_secret ? State::kProve : State::kHello))
       << "the peer has not shown the secret";
   const auto bytes = std::as_bytes(std::span(options_.passport.data(), options_.passport.size()));
-  writer_.Queue(TransferOpcode::kPassport, {bytes.begin(), bytes.end()});
+  writer_.QueueUrgent(TransferOpcode::kPassport, {bytes.begin(), bytes.end()});
   state_ = State::kPassport;
   reader_.set_head_bytes_max(wire::kPassportBytesMax);
 }
@@ -337,11 +340,12 @@ Status TransferSession::OnMessage(const wire::TransferHeader& header,
                     ", which has no place here");
 }
 
-void TransferSession::DataPlaces(size_t count, std::vector<std::span<std::byte>>* places) {
+void TransferSession::DataPlaces(size_t count, std::vector<std::span<std::byte>>* places,
+                                 FrameRead* read) {
   QUIRE_DCHECK(state_ == State::kOpen) << "no data are taken before and after";
-  receives_.DataPlaces(count, places);
+  receives_.DataPlaces(count, places, read);
 }
 
-Status TransferSession::OnData(size_t count) { return receives_.OnData(count); }
+Status TransferSession::OnData(size_t count, uint32_t crc) { return receives_.OnData(count, crc); }
 
 }  // namespace quire

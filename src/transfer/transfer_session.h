@@ -23,7 +23,7 @@
 
 namespace quire {
 
-// One thread at a time.
+// One thread at a time. One thread alone reads, writes, lets time pass, and ends the session.
 class TransferSession final : private FrameReader::Handler {
  public:
   class Owner : public SendHalf::Owner {
@@ -53,15 +53,17 @@ class TransferSession final : private FrameReader::Handler {
   };
   TransferSession(Owner* owner, Options options, int64_t now_ns);
 
-  // Where bytes of the peer are to be put; OnRead says how many are there. REQUIRES: what was due
-  // in receives() is stored.
-  std::span<const std::span<std::byte>> Places() { return reader_.Places(); }
-  void OnRead(size_t count, int64_t now_ns);
+  // The next bytes of the peer. When they are there and checked, OnRead takes them. Calls of others
+  // are allowed meanwhile: a transfer that ends lets go of its bytes, and the memory that they come
+  // to is the FrameRead's. REQUIRES: what was due in receives() is stored.
+  FrameRead BeginRead() { return reader_.Begin(); }
+  void OnRead(const FrameRead& read, int64_t now_ns);
   // Takes all of them, and stores what is due.
   void Receive(std::span<const std::byte> bytes, int64_t now_ns);
   bool accepts_input() const;
 
   bool has_output() const { return writer_.has_output(); }
+  // What is to be written; Sent tells what was. Calls of others are allowed meanwhile.
   std::span<const std::span<const std::byte>> Gather(size_t frames_max) {
     return writer_.Gather(frames_max);
   }
@@ -95,8 +97,9 @@ class TransferSession final : private FrameReader::Handler {
   enum class State : uint8_t { kHello, kProve, kPassport, kOpen, kEnding, kOver };
 
   Status OnFrame(const wire::TransferHeader& header, std::span<const std::byte> head) override;
-  void DataPlaces(size_t count, std::vector<std::span<std::byte>>* places) override;
-  Status OnData(size_t count) override;
+  void DataPlaces(size_t count, std::vector<std::span<std::byte>>* places,
+                  FrameRead* read) override;
+  Status OnData(size_t count, uint32_t crc) override;
 
   Status OnOpening(wire::TransferOpcode opcode, std::span<const std::byte> head);
   Status OnHello(std::span<const std::byte> head);

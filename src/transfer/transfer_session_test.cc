@@ -50,6 +50,23 @@ class SessionPair {
     }
     return has_moved;
   }
+  // A read of the receiver's, as a connection makes it: its bytes are there and not checked.
+  FrameRead BeginRead() {
+    FrameRead read = receiver.session.BeginRead();
+    const std::span<std::byte> place = read.places.front();
+    std::ranges::copy(TakeOutput(&sender.session, place.size(), now), place.begin());
+    return read;
+  }
+  void ReadOne() {
+    FrameRead read = BeginRead();
+    read.Check(read.places.front().size());
+    receiver.session.OnRead(read, now);
+  }
+  // The same of a part's rows, which are `bytes`; what comes before is taken.
+  FrameRead BeginReadOfRows(size_t bytes) {
+    while (receiver.session.BeginRead().places.front().size() != bytes) ReadOne();
+    return BeginRead();
+  }
   // Both sides live on for a while, heartbeat by heartbeat.
   void Live(int64_t ns) {
     for (const int64_t until = now + ns; now < until;) {
@@ -151,6 +168,21 @@ TEST(TransferSession, MovesRowsLayerByLayerInPiecesOfAnySize) {
   }
 }
 
+// A side is open as soon as it has the other one's passport, and its own may not be written yet.
+TEST(TransferSession, ARequestDoesNotPassTheOpening) {
+  for (const char* secret : {"", "a secret"}) {
+    SessionPair pair(secret, secret);
+    while (!pair.receiver.is_open) {
+      pair.sender.session.Receive(TakeOutput(&pair.receiver.session, 1 << 20, pair.now), pair.now);
+      pair.Carry(&pair.sender, &pair.receiver, 1 << 20, {});
+    }
+    ASSERT_TRUE(pair.receiver.session.has_output());
+    const ReceiveMap map = pair.Ask(4);
+    EXPECT_EQ(pair.sender.session.status().ToString(), "Ok");
+    EXPECT_EQ(pair.sender.sends.count(map.epoch), 1U);
+  }
+}
+
 TEST(TransferSession, RowsCountAfterTheirRecordAlone) {
   SessionPair pair;
   pair.Exchange();
@@ -239,7 +271,7 @@ TEST(TransferSession, APartWithoutRoomWaitsAndTheConnectionWithIt) {
   const auto carry = [&] {
     while (pair.sender.session.has_output() && session.accepts_input()) {
       // A frame at a time, as a connection reads.
-      const size_t wanted = session.Places().front().size();
+      const size_t wanted = session.BeginRead().places.front().size();
       session.Receive(TakeOutput(&pair.sender.session, wanted, pair.now), pair.now);
     }
   };
@@ -279,7 +311,7 @@ TEST(TransferSession, ATransferThatEndsWhileItWaitsForRoomLetsTheOthersGoOn) {
     const ReceiveView held = receiver.View(other.epoch, 0, one).value();
     ASSERT_TRUE(pair.sender.SendRows(map.epoch, 0, one));
     while (pair.sender.session.has_output() && session.accepts_input()) {
-      const size_t wanted = session.Places().front().size();
+      const size_t wanted = session.BeginRead().places.front().size();
       session.Receive(TakeOutput(&pair.sender.session, wanted, pair.now), pair.now);
     }
     ASSERT_TRUE(session.receives().waits_for_room());
@@ -379,17 +411,19 @@ TEST(TransferSession, CancelAtEveryStageFreesBothSides) {
   }
 }
 
+// How a transfer ends, whose job has a second.
+const std::function<void(SessionPair&, uint64_t)> kEnds[] = {
+    [](SessionPair& pair, uint64_t epoch) {
+      EXPECT_TRUE(pair.receiver.session.receives().Cancel(epoch, kUnwanted).ok());
+    },
+    [](SessionPair& pair, uint64_t) { pair.receiver.session.receives().SetReceiver(nullptr); },
+    [](SessionPair& pair, uint64_t) { pair.receiver.session.receives().Tick(kTestSecondNs); },
+    [](SessionPair& pair, uint64_t) { pair.receiver.session.Lose(kUnwanted); },
+};
+
 // A part is stored without the session, which goes on meanwhile.
 TEST(TransferSession, ATransferMayEndWhileItsPartIsStored) {
-  const std::function<void(SessionPair&, uint64_t)> ends[] = {
-      [](SessionPair& pair, uint64_t epoch) {
-        EXPECT_TRUE(pair.receiver.session.receives().Cancel(epoch, kUnwanted).ok());
-      },
-      [](SessionPair& pair, uint64_t) { pair.receiver.session.receives().SetReceiver(nullptr); },
-      [](SessionPair& pair, uint64_t) { pair.receiver.session.receives().Tick(kTestSecondNs); },
-      [](SessionPair& pair, uint64_t) { pair.receiver.session.Lose(kUnwanted); },
-  };
-  for (size_t i = 0; i < std::size(ends); ++i) {
+  for (size_t i = 0; i < std::size(kEnds); ++i) {
     SCOPED_TRACE(i);
     SessionPair pair;
     pair.Exchange();
@@ -398,16 +432,11 @@ TEST(TransferSession, ATransferMayEndWhileItsPartIsStored) {
     pair.sender.SendRecord(map.epoch, 0, 2);
     TransferSession& session = pair.receiver.session;
     ReceiveHalf& receives = session.receives();
-    while (!receives.has_due()) {
-      const std::span<std::byte> place = session.Places().front();
-      const auto bytes = TakeOutput(&pair.sender.session, place.size(), pair.now);
-      std::ranges::copy(bytes, place.begin());
-      session.OnRead(bytes.size(), pair.now);
-    }
+    while (!receives.has_due()) pair.ReadOne();
     ReceiveHalf::DueStore due = receives.TakeDue();
     EXPECT_EQ(due.Store().ToString(), "Ok");
     EXPECT_EQ(pair.receiver.receiver.staging().held, 0);
-    ends[i](pair, map.epoch);
+    kEnds[i](pair, map.epoch);
     receives.OnStored(due, Status());
     EXPECT_EQ(receives.parts_received, 0);
     EXPECT_EQ(receives.open_count(), 0U);
@@ -417,6 +446,73 @@ TEST(TransferSession, ATransferMayEndWhileItsPartIsStored) {
     pair.ExpectQuiet();
     EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 1), 0);
   }
+}
+
+// Bytes are read and hashed without the session. Where the transfer ends meanwhile, what comes is
+// nobody's, damaged or not: the reader keeps its memory until then, and no longer.
+TEST(TransferSession, ATransferMayEndWhileItsPartIsRead) {
+  constexpr size_t kBytes = 2 * kTestRowBytes;
+  constexpr size_t kStages =
+      3;  // the end comes before the bytes are there, before or after the check
+  for (size_t i = 0; i < std::size(kEnds) * kStages * 2; ++i) {
+    const auto& end = kEnds[i / (kStages * 2)];
+    const size_t stage = i / 2 % kStages;
+    SCOPED_TRACE(testing::Message() << "end " << i / (kStages * 2) << " at stage " << stage);
+    SessionPair pair;
+    pair.Exchange();
+    const ReceiveMap map = pair.Ask(2, kTestSecondNs);
+    pair.SendAll(map.epoch, 0, 2);
+    pair.sender.SendRecord(map.epoch, 0, 2);
+    TestReceiver& receiver = pair.receiver.receiver;
+    FrameRead read = pair.BeginReadOfRows(kBytes);
+    if (stage == 0) end(pair, map.epoch);
+    if (i % 2 == 1) read.places.front().front() ^= std::byte{1};
+    if (stage == 1) end(pair, map.epoch);
+    EXPECT_EQ(receiver.staging().held, static_cast<int64_t>(kBytes));
+    read.Check(kBytes);
+    EXPECT_EQ(receiver.staging().held, stage < 2 ? 0 : static_cast<int64_t>(kBytes));
+    if (stage == 2) end(pair, map.epoch);
+    EXPECT_EQ(receiver.staging().held, 0);
+    TransferSession& session = pair.receiver.session;
+    const bool goes_on = session.is_open();
+    session.OnRead(read, pair.now);
+    EXPECT_FALSE(session.receives().has_due());
+    EXPECT_EQ(session.receives().open_count(), 0U);
+    EXPECT_EQ(session.is_open(), goes_on);
+    if (!goes_on) continue;
+    pair.Exchange();
+    pair.ExpectQuiet();
+    EXPECT_EQ(pair.sender.session.sends().parts_sent_again, 0);
+    EXPECT_EQ(session.receives().parts_received, 0);
+    EXPECT_EQ(receiver.CompleteRows(map.epoch, 0), 0);
+    EXPECT_EQ(receiver.CompleteRows(map.epoch, 1), 0);
+  }
+}
+
+// A digest takes its time. So the session takes that of the check, and looks at no byte.
+TEST(TransferSession, RowsAreHashedBeforeTheSessionHearsOfThem) {
+  constexpr size_t kBytes = 2 * kTestRowBytes;
+  for (const bool is_damaged : {false, true}) {
+    SessionPair pair;
+    pair.Exchange();
+    const ReceiveMap map = pair.Ask(2);
+    pair.SendAll(map.epoch, 0, 2);
+    FrameRead read = pair.BeginReadOfRows(kBytes);
+    if (is_damaged) read.places.front().front() ^= std::byte{1};
+    read.Check(kBytes);
+    read.places.front().front() ^= std::byte{1};
+    pair.receiver.session.OnRead(read, pair.now);
+    EXPECT_EQ(pair.receiver.session.receives().has_due(), !is_damaged);
+  }
+}
+
+TEST(TransferSession, OneReadsAtATime) {
+  SessionPair pair;
+  FrameRead first = pair.receiver.session.BeginRead();
+  FrameRead second = pair.receiver.session.BeginRead();
+  first.Check(1);
+  EXPECT_DEATH(pair.receiver.session.OnRead(first, pair.now), "two read");
+  EXPECT_DEATH(pair.receiver.session.OnRead(second, pair.now), "not checked");
 }
 
 // A cancel that came before what it cancels would end nothing: the peer would compute for nobody.
