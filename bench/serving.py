@@ -151,12 +151,16 @@ class Work:
         await self._ask(prompt, tokens, seen)
         return seen
 
-    async def clients(self, clients: int, prompt: int, tokens: int) -> Samples:
-        """All at the same time, each with a prompt of its own."""
+    async def clients(self, clients: int, prompt: int, tokens: int, times: int = 1) -> Samples:
+        """All at the same time, each `times` one after the other, always with a new prompt."""
+
+        async def client() -> list[Seen]:
+            return [await self._answer(self._prompt(prompt), tokens) for _ in range(times)]
+
         begin = time.perf_counter()
-        answers = [self._answer(self._prompt(prompt), tokens) for _ in range(clients)]
-        seen = await asyncio.gather(*answers)
+        clients_seen = await asyncio.gather(*[client() for _ in range(clients)])
         end = time.perf_counter()
+        seen = [one for answers in clients_seen for one in answers]
         gaps = [gap for one in seen for gap in one.gaps()]
         return {
             "call": [end - begin],

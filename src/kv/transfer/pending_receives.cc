@@ -24,8 +24,7 @@ std::string Name(uint64_t epoch) { return "epoch " + std::to_string(epoch); }
 // The first row of `layer` that is not complete, at most n.
 int64_t CompleteCount(const PendingReceives::Layer& layer, int64_t n) {
   QUIRE_DCHECK(n >= 0 && n <= std::ssize(layer.row));
-  if (layer.rows == static_cast<int64_t>(layer.row.size())) return n;
-  return std::find(layer.row.begin(), layer.row.begin() + n, uint8_t{0}) - layer.row.begin();
+  return std::min(layer.leading, n);
 }
 
 // Whether what a receiver of n tokens waits for is there.
@@ -466,6 +465,7 @@ void PendingReceives::BeginCopyLocked(Receive& receive, int64_t layer, const Rec
     std::fill_n(to.head.begin() + row * heads + part.first_head, part.head_count, kAbsent);
     to.rows -= std::exchange(to.row[static_cast<size_t>(row)], uint8_t{0});
   }
+  to.leading = std::min(to.leading, part.first_row);
   QUIRE_DCHECK(to.rows >= 0);
 }
 
@@ -527,7 +527,10 @@ Status PendingReceives::Complete(uint64_t epoch, int64_t layer, const ReceivePar
   QUIRE_ASSIGN_OR_RETURN(const auto receive, FindPart("Complete", epoch, layer, part));
   Layer& to = LayerOf(*receive, layer);
   if (!LayerAt(layer).is_state()) {
+    const int64_t before = to.leading;
     QUIRE_RETURN_IF_ERROR(CompleteRows(*receive, layer, part));
+    // A wake-up for each part would cost more than its copy.
+    if (to.leading == before || to.leading < receive->awaited) return Status();
   } else if (to.stored == part.first_row) {
     to.rows = part.first_row + 1;
   } else {
@@ -561,6 +564,8 @@ Status PendingReceives::CompleteRows(Receive& receive, int64_t layer, const Rece
     const bool full = std::all_of(first, first + heads, [](uint8_t x) { return x == kCounts; });
     to.rows += full - std::exchange(to.row[static_cast<size_t>(row)], full);
   }
+  to.leading = std::find(to.row.begin() + to.leading, to.row.end(), uint8_t{0}) - to.row.begin();
+  QUIRE_DCHECK(to.leading <= to.rows && to.rows <= receive.count);
   return Status();
 }
 
@@ -611,6 +616,7 @@ Status PendingReceives::Wait(uint64_t epoch, int64_t n, Clock& clock, int64_t un
         receive->layers, [&](const Layer& layer) { return HasArrived(layer, n); });
     if (complete) return Status();
     if (!receive->failure.ok()) return receive->failure;
+    receive->awaited = std::min(receive->awaited, n);
     if (clock.SteadyNs() >= until_ns) {
       return Status(StatusCode::kTimeout, "WaitReceived: the first " + std::to_string(n) +
                                               " tokens of " + Name(epoch) +

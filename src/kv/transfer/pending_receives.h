@@ -41,6 +41,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -168,6 +169,7 @@ class PendingReceives {
     std::vector<uint8_t> head;  // [row][head] of rows: kAbsent, kStored or kCounts
     std::vector<uint8_t> row;   // [row] of rows, 1: all heads count
     int64_t rows = 0;           // see the invariants above
+    int64_t leading = 0;        // rows before the first that is not complete
     int64_t stored = -1;        // of a state: the row whose state it is
   };
   struct Receive {
@@ -179,6 +181,7 @@ class PendingReceives {
     std::unique_ptr<std::byte[]> states;  // memory of theirs
     std::vector<Layer> layers;
     Status failure;
+    int64_t awaited = std::numeric_limits<int64_t>::max();  // the fewest rows ever waited for
     bool is_over = false;
     bool is_copying = false;  // a part, without the lock; opens_tile of `slots` is the copy's
     bool is_awaited = true;   // no copy begins

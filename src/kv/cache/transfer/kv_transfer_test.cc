@@ -7,14 +7,19 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "kv/cache/paged_kv_cache.h"
 #include "kv/testing/allocation_refusal.h"
 #include "kv/testing/kv_test_forward.h"
@@ -329,6 +334,60 @@ TEST(KVTransfer, RowsCountWhenAllOfTheirHeadsAreThereInAnyOrder) {
       EXPECT_EQ(k.Get((96 + token * 2 * 4) + head * 4), want1) << token;
     }
   }
+}
+
+// A clock that tells when a thread waits by it.
+class WatchedClock final : public Clock {
+ public:
+  int64_t WallMs() const noexcept override { return MachineTime()->WallMs(); }
+  int64_t SteadyNs() const noexcept override { return MachineTime()->SteadyNs(); }
+  void Wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+            int64_t until_ns) override {
+    waits_.fetch_add(1);
+    waits_.notify_all();
+    MachineTime()->Wait(changed, lock, until_ns);
+  }
+  void AwaitAWait() const { waits_.wait(0); }
+
+ private:
+  std::atomic<int> waits_ = 0;
+};
+
+TEST(KVTransfer, ThoseWhoWaitForSomeRowsAreToldInAnyOrderOfTheParts) {
+  const auto cache = MakeTestCache(MakeOptions());
+  KVTransfer& transfer = *cache->transfer();
+  ASSERT_TRUE(cache->AddSequence(0).ok());
+  const ReceiveMap map = transfer.DisaggPrepareRecv(0, 8).value();
+  WatchedClock clocks[2];
+  Status told[2];
+  std::vector<std::thread> waiting;
+  for (int i = 0; i < 2; ++i) {
+    waiting.emplace_back(
+        [&, i] { told[i] = transfer.WaitReceived(map.epoch, 4 * (i + 1), clocks[i], kNever); });
+    clocks[i].AwaitAWait();  // it waits, or will before the lock is free
+  }
+  const auto fill = [&](int64_t row) {
+    for (const int64_t layer : {1, 0})
+      EXPECT_TRUE(Fill(transfer, map.epoch, layer, {row, 2, 0, 2}, 1).ok());
+  };
+  const auto complete = [&] { return transfer.GetReceiveProgress(map.epoch)->complete; };
+  for (const int64_t row : {6, 0}) fill(row);
+  EXPECT_EQ(complete(), 2);
+  fill(2);
+  EXPECT_EQ(complete(), 4);
+  waiting[0].join();
+  EXPECT_TRUE(told[0].ok()) << told[0].ToString();
+  const ReceivePart second{.first_row = 2, .count = 2, .first_head = 0, .head_count = 2};
+  const auto again = transfer.View(map.epoch, 0, second);
+  ASSERT_TRUE(again.ok());
+  ASSERT_TRUE(transfer.Store(map.epoch, 0, second, *again, std::nullopt).ok());
+  EXPECT_EQ(complete(), 2);  // what is stored again does not count
+  fill(4);
+  EXPECT_EQ(complete(), 2);
+  ASSERT_TRUE(transfer.Complete(map.epoch, 0, second).ok());
+  EXPECT_EQ(complete(), 8);
+  waiting[1].join();
+  EXPECT_TRUE(told[1].ok()) << told[1].ToString();
 }
 
 TEST(KVTransfer, BadPartsAndDigestsAreRefused) {
