@@ -13,6 +13,7 @@
 #include "kv/testing/kv_test_forward.h"
 #include "kv/testing/recurrent_test_forward.h"
 #include "quire/composite_state.h"
+#include "quire/kv_transfer.h"
 #include "quire/rnn_state.h"
 
 namespace quire {
