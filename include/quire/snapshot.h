@@ -26,7 +26,7 @@ struct SnapshotContents {
   std::string cache_salt{};
 };
 
-// Writes `path` whole or not at all: a temporary file beside it takes its place at the end, synced
+// Writes `path` whole or not at all: a file without a name takes its place at the end, synced
 // to the disk. An existing file is replaced. BadArgument if the tokens are not as many as the
 // sequence has, UnknownSequence, NotFound (the folder of `path`), IoError.
 Status SaveSnapshot(const SequenceStates& states, int64_t seq_id, const SnapshotContents& contents,

@@ -596,6 +596,23 @@ class EngineOptions(TypedDict, total=False):
             field="load_timeout_ms",
         ),
     ]
+    kv_io_timeout: Annotated[
+        float,
+        Option(
+            2.0,
+            "seconds that kv_dir and kv_redis have for an answer; for a slow disk or a busy server "
+            "more than by default, with a kv_load_timeout to match.",
+            Flag(
+                "the folder and Redis have this long for an answer, then stored KV is a miss and "
+                "new KV is not stored (default: 2)",
+                "SECONDS",
+                Number(0.001, 86400),
+                group="store",
+            ),
+            part="store",
+            field="io_timeout",
+        ),
+    ]
     kv_load_always: Annotated[
         bool,
         Option(

@@ -1689,7 +1689,10 @@ def _make_store(options: Mapping[str, Any]) -> ChunkStore:
     tiers = _options.of_part("store", options)
     del tiers["kv_store"]
     key_file = tiers.pop("key")
-    return ChunkStore(**tiers, key=b"" if key_file is None else read_key_file(key_file))
+    tiers["key"] = b"" if key_file is None else read_key_file(key_file)
+    seconds = _numbers.timeout(tiers.pop("io_timeout"), "kv_io_timeout", most=86400)
+    timeout_ms = max(1, round(seconds * 1e3))
+    return ChunkStore(**tiers, disk_timeout_ms=timeout_ms, redis_timeout_ms=timeout_ms)
 
 
 def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,10 @@
 namespace quire {
 namespace {
 
-// Queries that arrive at once, of the largest size, over all connections.
+// Queries that arrive at once, of the largest size, over all connections; and those that wait for
+// an entry, in the form in which they are compared: eight bytes for each token.
 constexpr int64_t kQueriesAtOnce = 4;
+constexpr int64_t kQueriesWaiting = 64;
 // A process without a file descriptor left is told of each newcomer again and again.
 constexpr int64_t kAcceptAgainNs = 500 * kNsPerMs;
 
@@ -79,8 +81,8 @@ class SocketServer final : public BufferServer {
     for (Connection& connection : connections_) SayGoodbye(&connection);
     connections_.clear();
     open_connections_ = 0;
-    listener_ = Socket();
     RemoveSocketFile(endpoint_);
+    listener_ = Socket();
   }
 
   void Turn(std::vector<PollEntry>* entries) {
@@ -243,6 +245,7 @@ Result<std::unique_ptr<BufferServer>> BufferServer::Start(const BufferServerOpti
     served.lookup = lookup.get();
     served.store = store.get();
     served.budget = wire::ByteBudget(budget);
+    served.waiting = wire::ByteBudget(kQueriesWaiting * options.query_bytes_max);
     QUIRE_ASSIGN_OR_RETURN(Waker waker, Waker::Create());
     QUIRE_ASSIGN_OR_RETURN(Socket listener, Socket::Listen(&endpoint));
     auto server = ThreadOrStatus("a server of buffers", [&] {

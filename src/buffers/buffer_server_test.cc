@@ -302,6 +302,19 @@ TEST(BufferServer, ListensAtUnixSocketsOfThisUser) {
   EXPECT_FALSE(std::filesystem::exists(path));
 }
 
+// Something removes old files of /tmp, a second server starts at the name, the first one ends.
+TEST(BufferServer, LeavesTheFileOfAnotherServer) {
+  const std::string path =
+      std::filesystem::temp_directory_path() / ("quire_second_" + std::to_string(::getpid()));
+  auto first = Serve({.endpoint = "unix:" + path});
+  std::filesystem::remove(path);
+  const auto second = Serve({.endpoint = "unix:" + path});
+  first = nullptr;
+  const auto store = ConnectStoreBuffer("unix:" + path);
+  ASSERT_TRUE(store.ok()) << store.status().ToString();
+  EXPECT_TRUE((*store)->Put("k", Ids({1})).ok());
+}
+
 TEST(BufferServer, RefusesOptionsOutOfRange) {
   const auto code = [](BufferServerOptions options) {
     return BufferServer::Start(options).status().code();

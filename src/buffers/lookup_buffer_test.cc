@@ -184,6 +184,9 @@ TEST_P(LookupBufferTest, GivesUpInTime) {
   EXPECT_EQ(buffer->used_bytes(), 275);
   EXPECT_EQ(buffer->waiting(), 0);
   EXPECT_FALSE(buffer->DropSelect(Query({9}), kNoWait).value().has_value());
+  // Less than no time is not for ever.
+  for (const nanoseconds time : {nanoseconds(-1), nanoseconds::min()})
+    EXPECT_FALSE(buffer->DropSelect(Query({9}), time).value().has_value());
 }
 
 TEST_P(LookupBufferTest, HoldsInsertsBackUntilThereIsRoom) {

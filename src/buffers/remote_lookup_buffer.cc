@@ -71,8 +71,10 @@ class RemoteLookupBuffer final : public LookupBuffer {
     const int64_t until = timeout ? MomentAfter(now, timeout->count()) : kNever;
     const bool is_for_ever = until == kNever;
     Message message{.opcode = Opcode::kTake};
-    // Time that is spent in this process is little against what the server waits.
-    wire::FieldWriter(&message.fields).Add(is_for_ever ? int64_t{-1} : timeout->count());
+    // Time that is spent in this process is little against what the server waits. Below 0 would be
+    // for ever there.
+    wire::FieldWriter(&message.fields)
+        .Add(is_for_ever ? int64_t{-1} : std::max<int64_t>(0, timeout->count()));
     if (query.tokens) message.tensors.emplace_back("tokens", *query.tokens);
     if (query.tokens && query.roi) message.tensors.emplace_back("roi", *query.roi);
     auto call = connection_->Start(std::move(message), until);

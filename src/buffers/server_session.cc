@@ -284,6 +284,7 @@ void ServerSession::OnTake(Message message) {
         message, Status(StatusCode::kFull, std::to_string(searching) + " takes are open already"));
   }
   LookupQuery query;
+  const int64_t tokens = message.tensors.empty() ? 0 : message.tensors[0].second.element_count();
   if (!message.tensors.empty()) query.tokens = std::move(message.tensors[0].second);
   if (message.tensors.size() > 1) query.roi = std::move(message.tensors[1].second);
   auto pending = served_->lookup->StartTake(query, wake_);
@@ -291,7 +292,28 @@ void ServerSession::OnTake(Message message) {
   Taking taking{.pending = *std::move(pending),
                 .deadline_ns = timeout_ns < 0 ? kNever : MomentAfter(now_ns_, timeout_ns)};
   const auto place = takes_.emplace(message.request, std::move(taking)).first;
-  if (PollTake(place->first, &place->second)) takes_.erase(place);
+  if (PollTake(place->first, &place->second)) {
+    takes_.erase(place);
+  } else if (place->second.pending != nullptr) {
+    Hold(place, tokens);
+  }
+}
+
+// What arrives has its bytes of the other budget back by now; the tokens stay, to be compared.
+void ServerSession::Hold(Takes::iterator place, int64_t tokens) {
+  const int64_t bytes = tokens * static_cast<int64_t>(sizeof(uint64_t));
+  auto hold = served_->waiting.Take(bytes);
+  if (hold) {
+    place->second.query = *std::move(hold);
+    return;
+  }
+  sender_.Queue(wire::ErrorReply(
+      Opcode::kTake, place->first,
+      Status(StatusCode::kFull, "the query takes " + std::to_string(bytes) +
+                                    " bytes while it waits, and there is room for " +
+                                    std::to_string(served_->waiting.left()) +
+                                    " beside others; try again, or do not wait")));
+  takes_.erase(place);
 }
 
 void ServerSession::PollTakes() {
@@ -318,6 +340,7 @@ bool ServerSession::PollTake(uint64_t request, Taking* taking) {
 
 void ServerSession::SendEntry(uint64_t request, Taking* taking, Handover handover) {
   taking->pending.reset();
+  taking->query = {};
   const LookupEntry& entry = handover.entry();
   Message reply{.opcode = Opcode::kTake, .is_reply = true, .request = request};
   reply.tensors.emplace_back("tokens", entry.tokens);

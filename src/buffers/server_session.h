@@ -30,7 +30,8 @@ struct ServedBuffers {
   int64_t heartbeat_ns = 0;
   int64_t dead_after_ns = 0;
   int64_t lease_ns = 0;
-  wire::ByteBudget budget{0};  // of requests that arrive
+  wire::ByteBudget budget{0};   // of requests that arrive
+  wire::ByteBudget waiting{0};  // of queries that wait
 };
 
 // One thread at a time. A session that goes puts back every entry that was on its way.
@@ -67,9 +68,11 @@ class ServerSession final : private wire::WireReceiver::Handler {
   // A take between its request and the end of its hand-over.
   struct Taking {
     std::unique_ptr<PendingTake> pending{};  // null: found
+    wire::ByteBudget::Hold query{};          // of `pending`
     int64_t deadline_ns = 0;                 // of the search, then of the hand-over
     std::optional<Handover> handover{};
   };
+  using Takes = std::map<uint64_t, Taking>;
 
   Status OnBegin(const wire::Message& message, std::span<const wire::TensorHeader> tensors,
                  int64_t data_bytes) override;
@@ -81,6 +84,8 @@ class ServerSession final : private wire::WireReceiver::Handler {
   void OnHello(const wire::Message& message);
   void OnProve(const wire::Message& message);
   void OnTake(wire::Message message);
+  // Counts the query of a take that waits, or refuses it.
+  void Hold(Takes::iterator place, int64_t tokens);
   void OnAcknowledge(const wire::Message& message);
   void OnCancel(const wire::Message& message);
   void OnPut(wire::Message message);
@@ -105,7 +110,7 @@ class ServerSession final : private wire::WireReceiver::Handler {
   wire::ServerHello hello_;
   wire::WireSender sender_;
   wire::WireReceiver receiver_;
-  std::map<uint64_t, Taking> takes_;
+  Takes takes_;
   int64_t now_ns_ = 0;
   int64_t heard_ns_ = 0;  // from the peer
   int64_t sent_ns_ = 0;   // the peer took bytes

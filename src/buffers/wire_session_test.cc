@@ -4,6 +4,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/random.h"
 #include "base/testing/soak.h"
@@ -55,7 +56,8 @@ class Pair : private ClientSession::Owner {
                 .heartbeat_ns = kSecondNs / 2,
                 .dead_after_ns = 3 * kSecondNs,
                 .lease_ns = 30 * kSecondNs,
-                .budget = wire::ByteBudget(1 << 25)} {
+                .budget = wire::ByteBudget(1 << 25),
+                .waiting = wire::ByteBudget(1 << 16)} {
     server = std::make_unique<ServerSession>(
         &served_, std::span(kNonce), [this] { is_woken_ = true; }, now);
     client = std::make_unique<ClientSession>(
@@ -104,6 +106,14 @@ class Pair : private ClientSession::Owner {
     wire::FieldWriter(&message.fields).Add(timeout_ns);
     return Send(std::move(message));
   }
+  // The query has `token` `count` times.
+  uint64_t TakeTokens(int64_t timeout_ns, int64_t count, int64_t token) {
+    Message message{.opcode = Opcode::kTake};
+    wire::FieldWriter(&message.fields).Add(timeout_ns);
+    message.tensors.emplace_back("tokens",
+                                 Ids(std::vector<int64_t>(static_cast<size_t>(count), token)));
+    return Send(std::move(message));
+  }
   void Insert(const std::vector<int64_t>& tokens, int64_t floats = 0) {
     LookupEntry entry{.tokens = Ids(tokens), .roi = Ones(tokens.size()), .tensors = {}};
     if (floats > 0) entry.tensors.emplace_back("key", Floats({floats}, 2));
@@ -124,6 +134,8 @@ class Pair : private ClientSession::Owner {
   }
   // Bytes that the server still takes.
   int64_t budget_left() const { return served_.budget.left(); }
+  // Bytes of queries that may still wait.
+  int64_t waiting_left() const { return served_.waiting.left(); }
 
   int64_t now = 0;
   std::unique_ptr<LocalLookupBuffer> lookup;
@@ -415,6 +427,36 @@ TEST(WireSession, TooManyRequestsAndTooLargeOnesAreRefused) {
   EXPECT_EQ(pair.CodeOf(third), "Full");
   EXPECT_EQ(pair.CodeOf(large), "TooLarge");
   EXPECT_TRUE(pair.server->is_open());
+}
+
+// A server keeps the tokens of every query that waits, over all connections.
+TEST(WireSession, QueriesThatWaitHaveABudget) {
+  Pair pair;
+  pair.Exchange();
+  const int64_t whole = pair.waiting_left();
+  const int64_t half = whole / 2 / static_cast<int64_t>(sizeof(int64_t));  // tokens
+  const uint64_t first = pair.TakeTokens(-1, half, 1), second = pair.TakeTokens(-1, half, 2);
+  const uint64_t third = pair.TakeTokens(-1, 1, 3);
+  const uint64_t hasty = pair.TakeTokens(0, half, 3), any = pair.Take(-1);
+  pair.Exchange();
+  EXPECT_EQ(pair.waiting_left(), 0);
+  EXPECT_EQ(pair.CodeOf(third), "Full");
+  EXPECT_EQ(pair.CodeOf(hasty), "Ok") << "what does not wait takes no room";
+  for (const uint64_t request : {first, second, any}) EXPECT_EQ(pair.CodeOf(request), "");
+  // Each end of a wait gives back what it had: an entry, a cancel, and the connection's end.
+  pair.Insert({1});
+  pair.Exchange();
+  EXPECT_EQ(pair.CodeOf(first), "Ok");
+  EXPECT_EQ(pair.waiting_left(), whole / 2);
+  pair.client->Cancel(second);
+  pair.Exchange();
+  EXPECT_EQ(pair.CodeOf(second), "Cancelled");
+  EXPECT_EQ(pair.waiting_left(), whole);
+  pair.TakeTokens(-1, 2 * half, 4);
+  pair.Exchange();
+  EXPECT_EQ(pair.waiting_left(), 0);
+  pair.server->Close(pair.now);
+  EXPECT_EQ(pair.waiting_left(), whole);
 }
 
 TEST(WireSession, APutTakesTheServersBudgetWhileItArrives) {

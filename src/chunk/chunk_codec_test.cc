@@ -459,18 +459,63 @@ TEST(ChunkCodec, TheWriterHasNoSectionOutOfRangeAndNoneAfterSeal) {
   EXPECT_EQ(writer.section(0).status().code(), StatusCode::kBadArgument);  // NOLINT: moved from
 }
 
+// Removed with all that is in it.
+struct SnapshotFolder {
+  SnapshotFolder() {
+    std::string name = std::filesystem::temp_directory_path() / "quire-snapshot-XXXXXX";
+    EXPECT_NE(::mkdtemp(name.data()), nullptr);
+    path = name;
+  }
+  ~SnapshotFolder() { std::filesystem::remove_all(path); }
+  SnapshotFolder(const SnapshotFolder&) = delete;
+  SnapshotFolder& operator=(const SnapshotFolder&) = delete;
+  std::vector<std::filesystem::path> Files() const {
+    const std::filesystem::directory_iterator files(path);
+    return {begin(files), end(files)};
+  }
+  std::filesystem::path path;
+};
+
+// So a process that dies meanwhile leaves nothing.
+TEST(SnapshotWriter, ItsFileHasNoNameBeforeItIsComplete) {
+  const SnapshotFolder folder;
+  const int probe = ::open(folder.path.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600);
+  if (probe < 0) GTEST_SKIP() << folder.path << ": the file system has no files without a name";
+  ::close(probe);
+  auto writer = SnapshotWriter::Create(folder.path / "a", "{}", 1, 0);
+  ASSERT_TRUE(writer.ok()) << writer.status().ToString();
+  ASSERT_TRUE(writer->Add(SampleChunk()).ok());
+  EXPECT_EQ(folder.Files().size(), 0u);
+}
+
+TEST(SnapshotWriter, ReplacesAFileAndLeavesNoOther) {
+  const SnapshotFolder folder;
+  const std::string path = folder.path / "a";
+  for (const bool hides : {false, true}) {
+    const Status written = hides ? WriteHidingSnapshot(path) : WriteSampleSnapshot(path);
+    ASSERT_TRUE(written.ok()) << written.ToString();
+    const auto info = VerifySnapshot(path);
+    ASSERT_TRUE(info.ok()) << info.status().ToString();
+    EXPECT_EQ(info->version, hides ? 2 : 1);
+    EXPECT_EQ(folder.Files(), std::vector<std::filesystem::path>{path});
+  }
+  // A folder stays what it is.
+  std::filesystem::create_directory(folder.path / "b");
+  EXPECT_EQ(WriteSampleSnapshot(folder.path / "b").code(), StatusCode::kIoError);
+  EXPECT_EQ(folder.Files().size(), 2u);
+}
+
 // A program that another thread of the host starts meanwhile does not get the file.
 TEST(SnapshotWriter, ItsFileIsClosedInOtherPrograms) {
   namespace fs = std::filesystem;
-  const std::string path =
-      fs::temp_directory_path() / ("chunk_codec_test_" + std::to_string(::getpid()));
-  const auto writer = SnapshotWriter::Create(path, "{}", 1, 0);
+  const SnapshotFolder folder;
+  const auto writer = SnapshotWriter::Create(folder.path / "a", "{}", 1, 0);
   ASSERT_TRUE(writer.ok()) << writer.status().ToString();
   int found = 0;
   for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
     std::error_code gone;
     const std::string target = fs::read_symlink(entry.path(), gone);
-    if (!target.starts_with(path)) continue;
+    if (!target.starts_with(folder.path.string())) continue;
     ++found;
     const int flags = ::fcntl(std::stoi(entry.path().filename()), F_GETFD);
     EXPECT_EQ(flags & FD_CLOEXEC, FD_CLOEXEC);

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "base/random.h"
 #include "chunk/chunk_layout.h"
 
 namespace quire {
@@ -67,6 +68,21 @@ std::string FolderOf(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
+std::string PathOfOpen(const FileHandle& file) {
+  return "/proc/self/fd/" + std::to_string(file.get());
+}
+
+// A file in the folder that goes with the process, and gets a name when it is complete. EOPNOTSUPP
+// where there is none such. Readable for the owner alone, as KV is as secret as the text that it
+// was computed from.
+FileHandle OpenNameless(const std::string& folder) {
+  FileHandle file(::open(folder.c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, S_IRUSR | S_IWUSR));
+  if (file.get() < 0 || ::access(PathOfOpen(file).c_str(), F_OK) == 0) return file;
+  file = FileHandle();
+  errno = EOPNOTSUPP;
+  return file;
+}
+
 int64_t SnapshotHeaderBytes(int64_t chunk_count, size_t passport_bytes) {
   return RoundUp(
       kFixedHeaderBytes + chunk_count * kTableEntryBytes + static_cast<int64_t>(passport_bytes),
@@ -108,8 +124,10 @@ Result<SnapshotWriter> SnapshotWriter::Create(std::string path, std::string pass
   }
   SnapshotWriter writer(std::move(path), std::move(passport_json), chunk_count, created_ms);
   writer.version_ = version;
+  writer.file_ = OpenNameless(FolderOf(writer.path_));
+  if (writer.file_.get() >= 0) return writer;
+  if (errno != EOPNOTSUPP) return SystemError(writer.path_, "cannot be created");
   std::string name = writer.path_ + ".XXXXXX";
-  // Readable for the owner alone: KV is as secret as the text that it was computed from.
   writer.file_ = FileHandle(::mkostemp(name.data(), O_CLOEXEC));
   if (writer.file_.get() < 0) return SystemError(name, "cannot be created");
   writer.temporary_ = std::move(name);
@@ -120,7 +138,7 @@ Status SnapshotWriter::WriteAt(std::span<const std::byte> bytes, int64_t offset)
   while (!bytes.empty()) {
     const ssize_t written = ::pwrite(file_.get(), bytes.data(), bytes.size(), offset);
     if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return SystemError(temporary_, "cannot be written");
+    if (written <= 0) return SystemError(path_, "cannot be written");
     bytes = bytes.subspan(static_cast<size_t>(written));
     offset += written;
   }
@@ -169,12 +187,32 @@ Status SnapshotWriter::SyncFolder() const {
 Status SnapshotWriter::Finish() && {
   QUIRE_CHECK(static_cast<int64_t>(table_.size()) == chunk_count_) << path_;
   QUIRE_RETURN_IF_ERROR(WriteAt(EncodeHeader(), 0));
-  if (::ftruncate(file_.get(), end_) != 0) return SystemError(temporary_, "cannot be extended");
-  if (::fdatasync(file_.get()) != 0) return SystemError(temporary_, "cannot be synced");
-  if (std::rename(temporary_.c_str(), path_.c_str()) != 0)
+  if (::ftruncate(file_.get(), end_) != 0) return SystemError(path_, "cannot be extended");
+  if (::fdatasync(file_.get()) != 0) return SystemError(path_, "cannot be synced");
+  QUIRE_RETURN_IF_ERROR(TakePlace());
+  return SyncFolder();
+}
+
+// A link replaces no file, a rename does and needs a name.
+Status SnapshotWriter::TakePlace() {
+  const bool is_nameless = temporary_.empty();
+  if (is_nameless && LinkTo(path_)) return Status();
+  if (is_nameless && errno == EEXIST) {
+    uint64_t number = 0;  // a name of nobody else's
+    FillRandom(std::as_writable_bytes(std::span(&number, 1)));
+    std::string name = path_ + "." + std::to_string(number);
+    if (!LinkTo(name)) return SystemError(name, "cannot be created");
+    temporary_ = std::move(name);
+  }
+  if (temporary_.empty() || std::rename(temporary_.c_str(), path_.c_str()) != 0)
     return SystemError(path_, "cannot be put in its place");
   temporary_.clear();
-  return SyncFolder();
+  return Status();
+}
+
+bool SnapshotWriter::LinkTo(const std::string& path) const {
+  return ::linkat(AT_FDCWD, PathOfOpen(file_).c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) ==
+         0;
 }
 
 // ---------------------------------------------------------------------- reading

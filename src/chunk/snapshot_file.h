@@ -37,7 +37,7 @@ inline constexpr uint32_t kSnapshotVersion = 1;
 inline constexpr uint32_t kSnapshotVersionHiding = 2;
 
 // Calls in order: Create, Add for each of the chunks, Finish. Dropped before that, it leaves no
-// file.
+// file; nor does a process that dies, where the file system has files without a name.
 class SnapshotWriter {
  public:
   // `passport_json`: of all chunks. IoError.
@@ -60,11 +60,13 @@ class SnapshotWriter {
   SnapshotWriter(std::string path, std::string passport_json, int64_t chunk_count,
                  int64_t created_ms);
   Status WriteAt(std::span<const std::byte> bytes, int64_t offset);
+  Status TakePlace();
+  bool LinkTo(const std::string& path) const;
   Status SyncFolder() const;
   std::vector<std::byte> EncodeHeader() const;
 
   std::string path_;
-  std::string temporary_;
+  std::string temporary_;  // "" while the file has no name
   std::string passport_json_;
   int64_t chunk_count_;
   int64_t created_ms_;

@@ -6,11 +6,11 @@
 
 #include <condition_variable>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "base/clock.h"
+#include "base/start_thread.h"
 
 namespace quire {
 namespace {
@@ -74,13 +74,11 @@ Result<std::string> HostResolver::Resolve(const std::string& host, int64_t deadl
   State::Entry& entry = state_->entries[host];
   if (entry.known && state_->clock->SteadyNs() < entry.until_ns) return entry.address;
   if (!entry.pending) {
-    entry.pending = true;
-    try {
-      std::thread(LookUp, state_, host).detach();
-    } catch (const std::system_error&) {
-      entry.pending = false;
-      return Status(StatusCode::kUnavailable, "cannot look up " + host + ": no thread to be had");
-    }
+    std::thread thread;
+    QUIRE_RETURN_IF_ERROR(StartThread("looking up a host's name", &thread,
+                                      [state = state_, host] { LookUp(state, host); }));
+    thread.detach();
+    entry.pending = true;  // the thread waits for the lock before it is done
   }
   if (!WaitUntil(*state_->clock, state_->changed, lock, deadline_ns,
                  [&] { return !entry.pending; })) {

@@ -79,6 +79,21 @@ void ReadPort(int fd, Endpoint* endpoint) {
   endpoint->port = address.port();
 }
 
+// Whether the name is that of the endpoint's file.
+bool HasFile(const Endpoint& endpoint) {
+  struct stat info {};
+  return ::lstat(endpoint.path.c_str(), &info) == 0 && info.st_dev == endpoint.file_device &&
+         info.st_ino == endpoint.file_number;
+}
+
+Status ReadFile(Endpoint* endpoint) {
+  struct stat info {};
+  if (::lstat(endpoint->path.c_str(), &info) != 0) return SystemError(endpoint->ToString());
+  endpoint->file_device = info.st_dev;
+  endpoint->file_number = info.st_ino;
+  return Status();
+}
+
 Status NoEndpoint(std::string_view text, const std::string& why) {
   return Status(StatusCode::kBadArgument,
                 "endpoint \"" + std::string(text) + "\": " + why +
@@ -179,6 +194,7 @@ Result<Socket> Socket::Listen(Endpoint* endpoint) {
   if (endpoint->is_unix && ::chmod(endpoint->path.c_str(), S_IRUSR | S_IWUSR) != 0) {
     return SystemError(name);
   }
+  if (endpoint->is_unix) QUIRE_RETURN_IF_ERROR(ReadFile(endpoint));
   if (::listen(socket.fd(), kBacklog) != 0) return SystemError(name);
   if (!endpoint->is_unix) ReadPort(socket.fd(), endpoint);
   return socket;
@@ -253,7 +269,7 @@ Result<size_t> Socket::Write(std::span<const std::span<const std::byte>> parts) 
 void Socket::EndWrites() const noexcept { ::shutdown(fd_, SHUT_WR); }
 
 void RemoveSocketFile(const Endpoint& endpoint) noexcept {
-  if (endpoint.is_unix) ::unlink(endpoint.path.c_str());
+  if (endpoint.is_unix && HasFile(endpoint)) ::unlink(endpoint.path.c_str());
 }
 
 Result<Waker> Waker::Create() {

@@ -23,6 +23,7 @@ struct Endpoint {
       address{};  // numeric; of a link-local IPv6 address with its interface: "fe80::1%eth0"
   bool is_ipv6 = false;
   uint16_t port = 0;
+  uint64_t file_device = 0, file_number = 0;  // of a unix socket that listens
 
   // "ADDRESS:PORT", "[ADDRESS]:PORT", "localhost:PORT", "unix:PATH"; BadArgument.
   static Result<Endpoint> Parse(std::string_view text);
@@ -42,8 +43,8 @@ class Socket {
   }
   ~Socket();
 
-  // Listens; `endpoint` gets the port that was taken. A unix socket's file that nobody listens at
-  // is replaced; only this user may connect.
+  // Listens; `endpoint` gets the port that was taken, or says which file was made. A unix socket's
+  // file that nobody listens at is replaced; only this user may connect.
   static Result<Socket> Listen(Endpoint* endpoint);
   // Begins to connect; done when it can be written to and ConnectError is ok.
   static Result<Socket> Connect(const Endpoint& endpoint);
@@ -67,7 +68,8 @@ class Socket {
   int fd_ = -1;
 };
 
-// Removes the file of a unix socket on which nothing listens any more.
+// Removes the file of a unix socket that Listen made, unless another one has taken the name since.
+// Best before the socket is closed: from then on another file may get the same number.
 void RemoveSocketFile(const Endpoint& endpoint) noexcept;
 
 // Wakes a thread in PollSockets. Signal may be called from any thread.

@@ -28,10 +28,7 @@ class SocketListener final : public ByteListener {
  public:
   SocketListener(Endpoint endpoint, Socket socket, std::shared_ptr<const TlsContext> tls)
       : endpoint_(std::move(endpoint)), tls_(std::move(tls)), socket_(std::move(socket)) {}
-  ~SocketListener() override {
-    socket_ = Socket();
-    RemoveSocketFile(endpoint_);
-  }
+  ~SocketListener() override { RemoveSocketFile(endpoint_); }
 
   Result<std::unique_ptr<ByteChannel>> Accept() override {
     Result<Socket> socket = socket_.Accept();

@@ -294,6 +294,7 @@ _BAD_VALUES = [
         for option, value, words in (
             ("--kv-load-timeout", "-1", "at least 0 and at most 86400"),
             ("--kv-load-timeout", "nan", "at least 0 and at most 86400"),
+            ("--kv-io-timeout", "0", "at least 0.001 and at most 86400"),
             ("--kv-quota", "lots", "512M"),
             ("--kv-durability", "paper", "choose from"),
             ("--kv-key-file", "/no/such/key", "No such file"),
@@ -328,6 +329,7 @@ _BAD_VALUES = [
     ("generate", "--kv-durability", "sync", "--kv-dir"),
     ("generate", "--kv-key-file", "KEY", _NEEDS_A_STORE),
     ("generate", "--kv-load-timeout", "1", _NEEDS_A_STORE),
+    ("generate", "--kv-io-timeout", "1", _NEEDS_A_STORE),
     ("generate", "--logprobs", "1", "--json"),
     ("generate", "--n", "2", "--json"),
     ("generate", "--temperature", "0 --top-k 5", "--top-k has no effect"),

@@ -48,6 +48,26 @@ def open_engine(tiny: TinyModel, **options: object) -> quire.Engine:
 # ---- Engines
 
 
+def test_folder_and_redis_have_the_time_of_the_engine(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, object]] = []
+
+    def make_store(**options: object) -> quire.ChunkStore:
+        given.append(options)
+        return quire.ChunkStore(**options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("quire.engine.ChunkStore", make_store)
+    for seconds, milliseconds in ((7.5, 7500), (1e-4, 1)):
+        open_engine(tiny, kv_dir=tmp_path / "kv", kv_io_timeout=seconds).close()
+        options = given.pop()
+        assert options["disk_timeout_ms"] == options["redis_timeout_ms"] == milliseconds
+    for seconds in (0, -1, float("nan"), 86401):
+        with pytest.raises(quire.BadArgumentError, match="kv_io_timeout"):
+            open_engine(tiny, kv_dir=tmp_path / "kv", kv_io_timeout=seconds)
+    assert given == []
+
+
 def test_engines_share_a_store(tiny: TinyModel, store: quire.ChunkStore) -> None:
     prompt = PROMPT[:300]
     with quire.Engine(tiny.directory, dtype="float32", threads=1) as alone:

@@ -86,7 +86,9 @@ def check_effect(options: argparse.Namespace) -> None:
     if hasattr(options, "kv_dir"):  # `store` has the details alone
         needs(("kv_dir_bytes", "kv_durability"), has("kv_dir"), "--kv-dir")
         stores = has("kv_dir", "kv_redis")
-        needs(("kv_key_file", "kv_load_timeout"), stores, "--kv-dir or --kv-redis")
+        needs(
+            ("kv_key_file", "kv_load_timeout", "kv_io_timeout"), stores, "--kv-dir or --kv-redis"
+        )
         if options.kv_write is False and not stores:
             raise UsageError("--kv-read-only has no effect without --kv-dir or --kv-redis")
     if hasattr(options, "prefill_from"):

@@ -315,7 +315,8 @@ HostilePeer::HostilePeer(std::string secret)
               .heartbeat_ns = kSecondNs / 2,
               .dead_after_ns = 3 * kSecondNs,
               .lease_ns = 30 * kSecondNs,
-              .budget = wire::ByteBudget(kBudget)} {}
+              .budget = wire::ByteBudget(kBudget),
+              .waiting = wire::ByteBudget(kQueryBytesMax)} {}
 
 void HostilePeer::Refill() {
   for (; entries_ < kEntries; ++entries_) {
@@ -335,6 +336,7 @@ void HostilePeer::CheckNothingIsLost(int64_t taken_least, int64_t taken_most) {
   QUIRE_CHECK(lookup_->waiting() == 0);
   QUIRE_CHECK(entries_ > 0 || lookup_->used_bytes() == 0);
   QUIRE_CHECK(served_.budget.left() == kBudget) << served_.budget.left();
+  QUIRE_CHECK(served_.waiting.left() == kQueryBytesMax) << served_.waiting.left();
 }
 
 void HostilePeer::RunSession(const std::function<int64_t(int64_t)>& choose) {

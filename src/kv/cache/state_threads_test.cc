@@ -13,6 +13,7 @@
 #include "kv/testing/kv_test_forward.h"
 #include "kv/testing/recurrent_test_forward.h"
 #include "quire/composite_state.h"
+#include "quire/kv_transfer.h"
 #include "quire/rnn_state.h"
 
 namespace quire {
@@ -254,6 +255,26 @@ TEST(StateThreads, QueriesOfACompositeState) {
     }
   });
   EXPECT_TRUE(state->CheckInvariants().ok());
+}
+
+// Queries of the parts themselves, beside calls that make and end reservations in all of them.
+TEST(StateThreads, QueriesOfPartsBesideReservations) {
+  const std::shared_ptr<AttentionKVCache> attention =
+      MakeTestCache(TestCacheOptions({{2, 1, 4, 4, DType::kF32}}, {.token_capacity = kCapacity}));
+  const auto cache = MakeRecurrentCache();
+  const auto state = *CompositeState::Create({.attention = attention, .recurrent = {cache}});
+  ASSERT_TRUE(state->AddSequence(0).ok());
+  std::atomic<int> violated = 0;
+  AskBeside(
+      [&] { violated += !attention->CheckInvariants().ok() || !cache->CheckInvariants().ok(); },
+      [&] {
+        for (int round = 0; round < kRounds; ++round) {
+          const auto map = state->transfer()->DisaggPrepareRecv(0, 5);
+          ASSERT_TRUE(map.ok()) << map.status().ToString();
+          ASSERT_TRUE(state->transfer()->DisaggCancelRecv(map->epoch).ok());
+        }
+      });
+  EXPECT_EQ(violated.load(), 0);
 }
 
 }  // namespace

@@ -210,6 +210,30 @@ void PendingReceives::Add(std::shared_ptr<Receive> receive) noexcept {
   receives_.push_back(std::move(receive));
 }
 
+void PendingReceives::Open(Receive& receive) noexcept {
+  const std::lock_guard lock(mutex_);
+  receive.is_awaited = false;
+  copied_.notify_all();
+}
+
+Result<PendingReceives::Ending> PendingReceives::Take(const char* call, uint64_t epoch, int64_t n) {
+  std::unique_lock lock(mutex_);
+  QUIRE_ASSIGN_OR_RETURN(auto receive, RequireLocked(call, epoch));
+  if (n != 0 || writes_freed_pages_) AwaitCopy(lock, *receive);
+  if (n != 0) QUIRE_RETURN_IF_ERROR(RequireCompleteLocked(call, *receive, n));
+  receive->is_awaited = true;
+  return Ending(*this, std::move(receive));
+}
+
+PendingReceives::Ending::~Ending() {
+  if (receive_ != nullptr && !receive_->is_over) receives_.Open(*receive_);
+}
+
+void PendingReceives::Ending::End() noexcept {
+  const std::lock_guard lock(receives_.mutex_);
+  receives_.EndLocked(*receive_);
+}
+
 void PendingReceives::EndLocked(Receive& receive) noexcept {
   receive.is_over = true;
   if (receive.is_copying) ++late_;

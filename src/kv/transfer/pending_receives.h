@@ -31,7 +31,9 @@
 // rows that comes, whichever that is. So a reservation touches no page, whatever its length, and
 // what is committed lies in open tiles, since all of its rows have come.
 //
-// All calls from any thread; what ends reservations, from one at a time.
+// All calls from any thread; what makes or ends reservations, from one at a time. The lock is a
+// leaf: a part's query holds the part's own lock and asks here, so nothing here calls a part with
+// the lock held.
 #ifndef QUIRE_KV_TRANSFER_PENDING_RECEIVES_H_
 #define QUIRE_KV_TRANSFER_PENDING_RECEIVES_H_
 
@@ -44,6 +46,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "kv/plan/forward_plan.h"
@@ -108,26 +111,34 @@ class PendingReceives {
   struct Receive;
   std::shared_ptr<Receive> Prepare(int64_t seq_id, int64_t first_position, int64_t count,
                                    size_t group_count);
-  // REQUIRES: `receive` was returned by Prepare, its slots are filled in, and no other one was
-  // prepared in between.
+  // Nothing is copied to it before Open. REQUIRES: `receive` was returned by Prepare, and no other
+  // one was prepared in between.
   void Add(std::shared_ptr<Receive> receive) noexcept;
+  // REQUIRES: it was added, and its slots are filled in.
+  void Open(Receive& receive) noexcept;
   // Ends the sequence's reservation, if it has one.
   void EndOf(int64_t seq_id) noexcept;
   void Clear() noexcept;
-  // Runs body(Receive&) -> Status for a reservation whose first n tokens are complete, and ends the
-  // reservation if that succeeds. No part is viewed or completed meanwhile. NotFound for an epoch
-  // that is over; BadState, with the layer that lacks something, unless the first n rows of all
-  // layers with rows are complete and all states are those after token n. n = 0: whatever has come.
-  template <typename F>
-  Status Take(const char* call, uint64_t epoch, int64_t n, F&& body) {
-    std::unique_lock lock(mutex_);
-    QUIRE_ASSIGN_OR_RETURN(const auto receive, RequireLocked(call, epoch));
-    if (n != 0 || writes_freed_pages_) AwaitCopy(lock, *receive);
-    if (n != 0) QUIRE_RETURN_IF_ERROR(RequireCompleteLocked(call, *receive, n));
-    QUIRE_RETURN_IF_ERROR(body(*receive));
-    EndLocked(*receive);
-    return Status();
-  }
+  // A reservation that is about to end: as long as this lives, no copy to it begins.
+  class Ending {
+   public:
+    Ending(PendingReceives& receives, std::shared_ptr<Receive> receive)
+        : receives_(receives), receive_(std::move(receive)) {}
+    Ending(Ending&& other) noexcept = default;
+    Ending& operator=(Ending&&) = delete;
+    ~Ending();
+    Receive& receive() const { return *receive_; }
+    // The reservation is over.
+    void End() noexcept;
+
+   private:
+    PendingReceives& receives_;
+    std::shared_ptr<Receive> receive_;
+  };
+  // The reservation, whose first n tokens must be complete. NotFound for an epoch that is over;
+  // BadState, with the layer that lacks something, unless the first n rows of all layers with rows
+  // are complete and all states are those after token n. n = 0: whatever has come.
+  Result<Ending> Take(const char* call, uint64_t epoch, int64_t n);
   // Until no copy writes to a page of a reservation that is over: before free pages are taken.
   void AwaitLateCopies() const noexcept;
 
@@ -173,7 +184,7 @@ class PendingReceives {
     int64_t awaited = std::numeric_limits<int64_t>::max();  // the fewest rows ever waited for
     bool is_over = false;
     bool is_copying = false;  // a part, without the lock; opens_tile of `slots` is the copy's
-    bool is_awaited = false;  // no further copy begins
+    bool is_awaited = true;   // no copy begins
   };
 
  private:

@@ -105,23 +105,27 @@ Result<ReceiveMap> TransferReceiver::Prepare(const char* call, int64_t seq_id, i
   }));
   for (const uint64_t layout : layouts) map.layout = JoinLayouts(map.layout, layout);
   for (const TransferLayer& layer : receives_.layers()) map.kv_heads.push_back(layer.heads());
-  auto receive = receives_.Prepare(seq_id, map.first_position, count, group_count_);
+  const auto receive = receives_.Prepare(seq_id, map.first_position, count, group_count_);
   map.epoch = receive->epoch;
+  // A part may be asked as soon as its half is over, and must find the reservation then.
+  receives_.Add(receive);
   planned.CommitEach(
       [&](size_t p) { parts_[p].part->CommitReserve(ShareOf(*receive, parts_[p])); });
   if (page_size > 0) EncodeSlots(receive->slots[0].targets, page_size, &map.slots);
-  receives_.Add(std::move(receive));
+  receives_.Open(*receive);
   return map;
 }
 
 Status TransferReceiver::Commit(const char* call, uint64_t epoch, int64_t n) {
-  return receives_.Take(call, epoch, n, [&](PendingReceives::Receive& receive) -> Status {
-    PlannedHalves<Receiving> planned(planned_);
-    QUIRE_RETURN_IF_ERROR(planned.PlanEach(
-        [&](size_t p) { return parts_[p].part->PlanTake(call, ShareOf(receive, parts_[p]), n); }));
-    planned.CommitEach([&](size_t p) { parts_[p].part->CommitTake(); });
-    return Status();
-  });
+  QUIRE_ASSIGN_OR_RETURN(PendingReceives::Ending ending, receives_.Take(call, epoch, n));
+  PlannedHalves<Receiving> planned(planned_);
+  QUIRE_RETURN_IF_ERROR(planned.PlanEach([&](size_t p) {
+    return parts_[p].part->PlanTake(call, ShareOf(ending.receive(), parts_[p]), n);
+  }));
+  // As in Prepare.
+  ending.End();
+  planned.CommitEach([&](size_t p) { parts_[p].part->CommitTake(); });
+  return Status();
 }
 
 }  // namespace quire

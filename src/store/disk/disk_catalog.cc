@@ -58,6 +58,11 @@ void DiskCatalog::SetPriority(const ChunkId& id, int priority) {
   index_->SetPriority(id, priority);
 }
 
+void DiskCatalog::SetBytes(const ChunkId& id, int64_t bytes) {
+  const Guard guard(mutex_);
+  index_->SetBytes(id, bytes);
+}
+
 bool DiskCatalog::Erase(const ChunkId& id) {
   const Guard guard(mutex_);
   verified_.erase(id);
@@ -70,10 +75,10 @@ void DiskCatalog::SetQuota(const ChunkKey& root, const ChunkQuota& quota) {
   index_->SetQuota(root, quota);
 }
 
-std::optional<std::vector<ChunkId>> DiskCatalog::Victims(const ChunkKey& root,
-                                                         int64_t bytes) const {
+std::optional<std::vector<ChunkId>> DiskCatalog::Victims(const ChunkKey& root, int64_t bytes,
+                                                         int64_t used) const {
   const Guard guard(mutex_);
-  return index_->Victims(root, bytes);
+  return index_->Victims(root, bytes, used - index_->bytes());
 }
 
 // As if the limit were what is in use now. The root is nobody's, so that no quota of one salt

@@ -34,9 +34,12 @@ class DiskCatalog {
   bool Pin(const ChunkKey& key, int change);
   void SetExpiry(const ChunkId& id, int64_t expires_ms);
   void SetPriority(const ChunkId& id, int priority);
+  void SetBytes(const ChunkId& id, int64_t bytes);
   bool Erase(const ChunkId& id);
   void SetQuota(const ChunkKey& root, const ChunkQuota& quota);
-  std::optional<std::vector<ChunkId>> Victims(const ChunkKey& root, int64_t bytes) const;
+  // `used`: bytes of the folder, of files that are not known here among them.
+  std::optional<std::vector<ChunkId>> Victims(const ChunkKey& root, int64_t bytes,
+                                              int64_t used) const;
   // Victims whose going frees `bytes`, though the limits were kept: the disk itself is full.
   std::optional<std::vector<ChunkId>> VictimsToFree(int64_t bytes) const;
   std::vector<ChunkKey> OverQuota() const;

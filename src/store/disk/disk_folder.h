@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -118,6 +119,11 @@ class DiskFolder {
   // than from it.
   static constexpr int64_t kDirectBytesMin = 128 << 10;
 
+  // Looking through the folder costs as much as it has files. So what others do is learnt when it
+  // makes up this share of the bytes: less often, and a process would evict chunks of its own that
+  // are newer than what others leave; more often, and puts would cost more.
+  static constexpr int64_t kLearnShare = 8;
+
   static constexpr auto kAlignment = static_cast<int64_t>(kDirectAlignment);
 
   DiskFolder(std::shared_ptr<FileSystem> files, std::shared_ptr<Clock> clock,
@@ -128,9 +134,11 @@ class DiskFolder {
   void Note(const ChunkId& id, const ChunkHeader& header, const ChunkWorth& worth);
   static ChunkWorth WorthOf(FileSession& io, int file);
 
-  // Returns the damaged ones, which the caller quarantines.
-  Result<std::vector<FoundChunkFile>> ScanFiles(FileSession& io,
-                                                std::vector<std::string>* empty = nullptr);
+  struct FolderContents {
+    std::vector<FoundChunkFile> damaged{};  // the caller quarantines them
+    int64_t bytes = 0;                      // of all files
+  };
+  Result<FolderContents> ScanFiles(FileSession& io, std::vector<std::string>* empty = nullptr);
   Status LearnHeader(FileSession& io, const FoundChunkFile& found,
                      std::vector<FoundChunkFile>* damaged);
 
@@ -150,10 +158,12 @@ class DiskFolder {
 
   // With the lock:
   Status MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes);
+  bool HasMuchToLearn(int64_t used) const;
   Status LearnFolder(FileSession& io);
   Status DropExpired(FileSession& io);
-  Result<bool> Evict(FileSession& io, std::span<const ChunkId> victims, ChunkEvent::Kind why);
-  Status RemoveFile(FileSession& io, const ChunkId& id, ChunkEvent::Kind why, bool* removed);
+  Result<int64_t> Evict(FileSession& io, std::span<const ChunkId> victims);
+  Result<std::optional<int64_t>> RemoveFile(FileSession& io, const ChunkId& id,
+                                            ChunkEvent::Kind why);
   void QuarantineFile(FileSession& io, const ChunkId& id, uint64_t inode);
 
   Status FreeDisk(FileSession& io, int64_t bytes);
@@ -169,6 +179,9 @@ class DiskFolder {
   QuarantineFolder quarantine_;
   ChunkFolders folders_;
   const bool direct_works_;
+  // With the lock:
+  int64_t unreadable_ = 0;         // bytes that LearnFolder has found and could not learn
+  int64_t room_since_learnt_ = 0;  // bytes that MakeRoom has made room for since then
 };
 
 }  // namespace quire

@@ -90,6 +90,7 @@ ChunkWorth DiskFolder::WorthOf(FileSession& io, int file) {
 void DiskFolder::Note(const ChunkId& id, const ChunkHeader& header, const ChunkWorth& worth) {
   if (const auto known = catalog_.Find(id)) {
     if (known->expires_ms != header.expires_ms) catalog_.SetExpiry(id, header.expires_ms);
+    if (known->bytes != header.total_bytes) catalog_.SetBytes(id, header.total_bytes);
     return;
   }
   IndexedChunk chunk;

@@ -1,48 +1,48 @@
 // How files go: removed, evicted for room, expired, or set aside because they are damaged.
-#include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <optional>
 
 #include "base/clock.h"
 #include "store/disk/disk_folder.h"
 
 namespace quire {
 
-Status DiskFolder::RemoveFile(FileSession& io, const ChunkId& id, ChunkEvent::Kind why,
-                              bool* removed) {
-  *removed = false;
+// Bytes of the file; nothing if it was gone.
+Result<std::optional<int64_t>> DiskFolder::RemoveFile(FileSession& io, const ChunkId& id,
+                                                      ChunkEvent::Kind why) {
   const std::string path = PathOf(id);
   FileStat stat;
   int error = io.Stat(path, &stat);
   if (error == 0) error = io.Unlink(path);
   if (error != 0 && error != -ENOENT) return FileError(error, "cannot remove " + path);
-  *removed = error == 0;
-  catalog_.Erase(id);
-  if (!*removed) return Status();
+  const bool is_gone = error != 0;
+  if (catalog_.Erase(id) && is_gone) catalog_.Tell(ChunkEvent::Kind::kRemoved, id.key);
+  if (is_gone) return std::optional<int64_t>();
   catalog_.Tell(why, id.key);
-  return lock_.Add(io, -stat.size);
+  QUIRE_RETURN_IF_ERROR(lock_.Add(io, -stat.size));
+  return std::optional<int64_t>(stat.size);
 }
 
-// Returns whether all of them were there.
-Result<bool> DiskFolder::Evict(FileSession& io, std::span<const ChunkId> victims,
-                               ChunkEvent::Kind why) {
-  bool all_were_there = true;
+// Bytes freed. Those that another process has removed are forgotten.
+Result<int64_t> DiskFolder::Evict(FileSession& io, std::span<const ChunkId> victims) {
+  int64_t freed = 0;
   for (const ChunkId& id : victims) {
-    bool removed = false;
-    QUIRE_RETURN_IF_ERROR(RemoveFile(io, id, why, &removed));
-    all_were_there &= removed;
+    QUIRE_ASSIGN_OR_RETURN(const auto bytes, RemoveFile(io, id, ChunkEvent::Kind::kEvicted));
+    freed += bytes.value_or(0);
   }
-  return all_were_there;
+  return freed;
 }
 
 Result<bool> DiskFolder::Remove(FileSession& io, const ChunkId& id, ChunkEvent::Kind why) {
-  bool removed = false;
+  std::optional<int64_t> removed;
   {
     const FolderLock::Hold lock(lock_, io);
     QUIRE_RETURN_IF_ERROR(lock.status());
-    QUIRE_RETURN_IF_ERROR(RemoveFile(io, id, why, &removed));
+    QUIRE_ASSIGN_OR_RETURN(removed, RemoveFile(io, id, why));
   }
   if (removed && syncs()) QUIRE_RETURN_IF_ERROR(folders_.Sync(io, id));
-  return removed;
+  return removed.has_value();
 }
 
 Result<int64_t> DiskFolder::Clear(FileSession& io, const Digest& fingerprint,
@@ -61,8 +61,7 @@ void DiskFolder::RemoveExpired(FileSession& io, const ChunkId& id, uint64_t inod
   const FolderLock::Hold lock(lock_, io);
   FileStat stat;
   if (!lock.status().ok() || io.Stat(PathOf(id), &stat) != 0 || stat.inode != inode) return;
-  bool removed = false;
-  (void)RemoveFile(io, id, ChunkEvent::Kind::kExpired, &removed);  // else the next reader does
+  (void)RemoveFile(io, id, ChunkEvent::Kind::kExpired);  // else the next reader does
 }
 
 void DiskFolder::Quarantine(FileSession& io, const ChunkId& id, uint64_t inode) {
@@ -77,42 +76,55 @@ void DiskFolder::QuarantineFile(FileSession& io, const ChunkId& id, uint64_t ino
   if (quarantine_.Take(io, path, id.key, stat.size, catalog_.bytes_max()) != 0) return;
   catalog_.Erase(id);
   catalog_.Tell(ChunkEvent::Kind::kCorrupt, id.key);
-  (void)lock_.Add(io, -stat.size);  // on failure the next MakeRoom finds the sum wrong, and counts
+  (void)lock_.Add(io, -stat.size);  // on failure the sum is counted again
+}
+
+// Whether what others have come to have in the folder, or have removed, is worth looking through
+// it. A small share of theirs is learnt when this process has put as much as the folder holds: else
+// what others leave there for good would stay as long as this process runs.
+bool DiskFolder::HasMuchToLearn(int64_t used) const {
+  const int64_t unknown = used - catalog_.bytes() - unreadable_;
+  if (unknown == 0) return false;
+  return std::abs(unknown) >= used / kLearnShare || room_since_learnt_ >= used;
 }
 
 Status DiskFolder::MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes) {
-  bool is_fresh = false;  // the catalog is what the folder holds
+  const int64_t bytes_max = catalog_.bytes_max();
+  QUIRE_ASSIGN_OR_RETURN(int64_t used, lock_.Sum(io));
+  const bool is_tight = used + bytes > bytes_max;
+  if (is_tight) {
+    if (HasMuchToLearn(used)) QUIRE_RETURN_IF_ERROR(LearnFolder(io));
+    QUIRE_RETURN_IF_ERROR(DropExpired(io));
+  }
+  // Again, as long as victims turn out to be gone already: the sum has no bytes of theirs.
   for (;;) {
-    QUIRE_ASSIGN_OR_RETURN(const int64_t used, lock_.Sum(io));
-    const int64_t bytes_max = catalog_.bytes_max();
-    const bool is_tight = std::max(used, catalog_.bytes()) + bytes > bytes_max;
-    // Files that this process does not know, or that are gone.
-    if (is_tight && used != catalog_.bytes() && !is_fresh) {
+    QUIRE_ASSIGN_OR_RETURN(used, lock_.Sum(io));
+    const auto victims = catalog_.Victims(root, bytes, used);
+    if (victims && victims->empty()) break;
+    if (victims) {
+      QUIRE_RETURN_IF_ERROR(Evict(io, *victims).status());
+    } else if (is_tight && used != catalog_.bytes() + unreadable_) {
       QUIRE_RETURN_IF_ERROR(LearnFolder(io));
-      is_fresh = true;
-    }
-    if (is_tight) QUIRE_RETURN_IF_ERROR(DropExpired(io));
-    const auto victims = catalog_.Victims(root, bytes);
-    if (!victims) {
+    } else {
       return Status(StatusCode::kFull,
-                    "disk: no room for " + std::to_string(bytes) + " bytes: " +
-                        std::to_string(catalog_.bytes()) + " of " + std::to_string(bytes_max) +
+                    "disk: no room for " + std::to_string(bytes) +
+                        " bytes: " + std::to_string(used) + " of " + std::to_string(bytes_max) +
                         " are used, by chunks that are pinned or guaranteed; raise bytes_max");
     }
-    QUIRE_ASSIGN_OR_RETURN(const bool all_were_there,
-                           Evict(io, *victims, ChunkEvent::Kind::kEvicted));
-    if (all_were_there || is_fresh) return Status();
-    // Another process has removed some and put as many bytes in their place.
-    QUIRE_RETURN_IF_ERROR(LearnFolder(io));
-    is_fresh = true;
   }
+  room_since_learnt_ += bytes;
+  return Status();
 }
 
 // The catalog and the sum become what the folder holds.
 Status DiskFolder::LearnFolder(FileSession& io) {
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> damaged, ScanFiles(io));
-  for (const FoundChunkFile& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
-  return lock_.Count(io).status();
+  QUIRE_ASSIGN_OR_RETURN(const FolderContents contents, ScanFiles(io));
+  QUIRE_RETURN_IF_ERROR(lock_.Set(io, contents.bytes));
+  for (const FoundChunkFile& file : contents.damaged) QuarantineFile(io, file.id, file.stat.inode);
+  QUIRE_ASSIGN_OR_RETURN(const int64_t used, lock_.Sum(io));
+  unreadable_ = used - catalog_.bytes();
+  room_since_learnt_ = 0;
+  return Status();
 }
 
 // Another process may have given a chunk more time: its header decides.
@@ -124,8 +136,7 @@ Status DiskFolder::DropExpired(FileSession& io) {
     const auto header = DecodeHeaderOf(io, id, *file);
     if (header.ok()) NoteFound(io, id, *header, file->file.get());
     if (header.ok() && (header->expires_ms == 0 || header->expires_ms > now_ms)) continue;
-    bool removed = false;
-    QUIRE_RETURN_IF_ERROR(RemoveFile(io, id, ChunkEvent::Kind::kExpired, &removed));
+    QUIRE_RETURN_IF_ERROR(RemoveFile(io, id, ChunkEvent::Kind::kExpired).status());
   }
   return Status();
 }
@@ -133,10 +144,14 @@ Status DiskFolder::DropExpired(FileSession& io) {
 Status DiskFolder::FreeDisk(FileSession& io, int64_t bytes) {
   const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
-  const auto victims = catalog_.VictimsToFree(bytes);
-  if (!victims || victims->empty())
-    return Status(StatusCode::kFull, "disk: it is full, and there is nothing to evict");
-  return Evict(io, *victims, ChunkEvent::Kind::kEvicted).status();
+  while (bytes > 0) {
+    const auto victims = catalog_.VictimsToFree(bytes);
+    if (!victims || victims->empty())
+      return Status(StatusCode::kFull, "disk: it is full, and there is nothing to evict");
+    QUIRE_ASSIGN_OR_RETURN(const int64_t freed, Evict(io, *victims));
+    bytes -= freed;
+  }
+  return Status();
 }
 
 }  // namespace quire

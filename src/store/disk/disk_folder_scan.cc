@@ -24,19 +24,23 @@ Status DiskFolder::LearnHeader(FileSession& io, const FoundChunkFile& found,
   return Status();
 }
 
-Result<std::vector<FoundChunkFile>> DiskFolder::ScanFiles(FileSession& io,
-                                                          std::vector<std::string>* empty) {
+Result<DiskFolder::FolderContents> DiskFolder::ScanFiles(FileSession& io,
+                                                         std::vector<std::string>* empty) {
   QUIRE_ASSIGN_OR_RETURN(std::vector<FoundChunkFile> found,
                          WalkChunkFiles(io, options_.directory, catalog_, empty));
   // The oldest first, so that they are the first to be evicted.
   std::ranges::stable_sort(found, {},
                            [](const FoundChunkFile& file) { return file.stat.modified_ms; });
-  std::vector<FoundChunkFile> damaged;
+  FolderContents contents;
   std::set<ChunkKey> present;
   for (const FoundChunkFile& file : found) {
     present.insert(file.id.key);
-    if (catalog_.FindKey(file.id.key)) continue;
-    QUIRE_RETURN_IF_ERROR(LearnHeader(io, file, &damaged));
+    contents.bytes += file.stat.size;
+    if (const auto known = catalog_.FindKey(file.id.key)) {
+      catalog_.SetBytes(*known, file.stat.size);  // another process has given it a new expiry
+      continue;
+    }
+    QUIRE_RETURN_IF_ERROR(LearnHeader(io, file, &contents.damaged));
     if (io.work().abandoned()) return Status(StatusCode::kTimeout, "disk: the scan was given up");
   }
   for (const IndexedChunk& chunk : catalog_.All()) {
@@ -44,15 +48,15 @@ Result<std::vector<FoundChunkFile>> DiskFolder::ScanFiles(FileSession& io,
     if (present.contains(chunk.id.key) || io.Stat(PathOf(chunk.id), &stat) != -ENOENT) continue;
     if (catalog_.Erase(chunk.id)) catalog_.Tell(ChunkEvent::Kind::kRemoved, chunk.id.key);
   }
-  return damaged;
+  return contents;
 }
 
 Status DiskFolder::Scan(FileSession& io, std::vector<std::string>* empty) {
-  QUIRE_ASSIGN_OR_RETURN(const std::vector<FoundChunkFile> damaged, ScanFiles(io, empty));
+  QUIRE_ASSIGN_OR_RETURN(const FolderContents contents, ScanFiles(io, empty));
   if (options_.use == FolderUse::kLook) return Status();
   const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
-  for (const FoundChunkFile& file : damaged) QuarantineFile(io, file.id, file.stat.inode);
+  for (const FoundChunkFile& file : contents.damaged) QuarantineFile(io, file.id, file.stat.inode);
   QUIRE_ASSIGN_OR_RETURN(const int64_t used, lock_.Sum(io));
   if (used != catalog_.bytes()) QUIRE_RETURN_IF_ERROR(lock_.Count(io).status());
   return Status();
@@ -91,8 +95,9 @@ Result<int64_t> DiskFolder::CollectGarbage(FileSession& io) {
   std::vector<ChunkKey> roots = {ChunkKey{}};  // for the limit of all together
   for (const ChunkKey& root : catalog_.OverQuota()) roots.push_back(root);
   for (const ChunkKey& root : roots) {
-    if (const auto victims = catalog_.Victims(root, 0))
-      QUIRE_RETURN_IF_ERROR(Evict(io, *victims, ChunkEvent::Kind::kEvicted).status());
+    QUIRE_ASSIGN_OR_RETURN(const int64_t used, lock_.Sum(io));
+    if (const auto victims = catalog_.Victims(root, 0, used))
+      QUIRE_RETURN_IF_ERROR(Evict(io, *victims).status());
   }
   folders_.RemoveEmpty(io, empty);
   freed += quarantine_.Trim(io, catalog_.bytes_max());

@@ -107,7 +107,7 @@ Status DiskFolder::Publish(FileSession& io, const NewChunk& chunk, NewFile& new_
   Note(chunk.id, chunk.header, chunk.worth);
   catalog_.SetSeen(chunk.id, {.verified = true});
   catalog_.Tell(ChunkEvent::Kind::kStored, chunk.id.key);
-  (void)counted;  // the file is there all the same
+  (void)counted;  // the file is there all the same, and the sum is counted again
   return Status();
 }
 
@@ -227,9 +227,11 @@ Status DiskFolder::Replace(FileSession& io, const NewChunk& chunk, uint64_t inod
   if (const int error = io.Rename(new_file.path, path); error != 0)
     return FileError(error, "cannot replace " + path);
   new_file.path.clear();
-  if (stat.size != chunk.header.total_bytes)
-    QUIRE_RETURN_IF_ERROR(lock_.Add(io, chunk.header.total_bytes - stat.size));
   catalog_.SetExpiry(chunk.id, chunk.header.expires_ms);
+  catalog_.SetBytes(chunk.id, chunk.header.total_bytes);
+  // On failure the new file is there all the same, and the sum is counted again.
+  if (stat.size != chunk.header.total_bytes)
+    (void)lock_.Add(io, chunk.header.total_bytes - stat.size);
   return Status();
 }
 

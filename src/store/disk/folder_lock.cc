@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -26,8 +27,9 @@ FolderLock::Hold::~Hold() {
   if (status_.ok()) files_.Unlock(file_);
 }
 
-Status FolderLock::Write(FileSession& io, int64_t bytes) {
+Status FolderLock::Set(FileSession& io, int64_t bytes) {
   const int error = io.WriteFull(file_.get(), layout::EncodeUsage(bytes), 0);
+  is_wrong_ = error != 0;
   return error == 0 ? Status() : FileError(error, "cannot write the sum of sizes");
 }
 
@@ -36,21 +38,28 @@ Result<int64_t> FolderLock::Count(FileSession& io) {
                          WalkChunkFiles(io, directory_, catalog_));
   int64_t bytes = 0;
   for (const FoundChunkFile& file : found) bytes += file.stat.size;
-  QUIRE_RETURN_IF_ERROR(Write(io, bytes));
+  QUIRE_RETURN_IF_ERROR(Set(io, bytes));
   return bytes;
 }
 
-Result<int64_t> FolderLock::Sum(FileSession& io) {
+Result<std::optional<int64_t>> FolderLock::Read(FileSession& io) {
+  if (is_wrong_) return std::optional<int64_t>();
   std::array<std::byte, layout::kUsageBytes> record{};
   const int64_t count = io.ReadFull(file_.get(), record, 0);
   if (count < 0) return FileError(count, "cannot read the sum of sizes");
-  if (const auto bytes = layout::ParseUsage(record)) return *bytes;
+  return layout::ParseUsage(record);
+}
+
+Result<int64_t> FolderLock::Sum(FileSession& io) {
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<int64_t> bytes, Read(io));
+  if (bytes) return *bytes;
   return Count(io);
 }
 
 Status FolderLock::Add(FileSession& io, int64_t bytes) {
-  QUIRE_ASSIGN_OR_RETURN(const int64_t before, Sum(io));
-  return Write(io, std::max<int64_t>(before + bytes, 0));
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<int64_t> before, Read(io));
+  if (!before) return Count(io).status();
+  return Set(io, std::max<int64_t>(*before + bytes, 0));
 }
 
 int64_t FolderLock::Peek(FileSession& io, const OpenFile& file) {

@@ -3,14 +3,15 @@
 //
 // Invariants:
 // - At most one thread of all processes holds the lock.
-// - The sum is written by its holder alone, with each change. A process that dies in between, or a
-//   write that fails, leaves a sum that is wrong: a caller that sees it disagree with the files
-//   counts again.
+// - The sum is written by its holder alone, with each change. A process that dies in between leaves
+//   a sum that is wrong by one file: a caller that looks through the files writes it again. One
+//   whose write fails counts before it takes the sum for true.
 #ifndef QUIRE_STORE_DISK_FOLDER_LOCK_H_
 #define QUIRE_STORE_DISK_FOLDER_LOCK_H_
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "quire/status.h"
@@ -45,19 +46,24 @@ class FolderLock {
   Result<int64_t> Sum(FileSession& io);
   // Reads the size of every chunk file, and writes that down.
   Result<int64_t> Count(FileSession& io);
-  // Files of this number of bytes have come, or gone if it is negative.
+  // What the caller has counted.
+  Status Set(FileSession& io, int64_t bytes);
+  // Files of this number of bytes have come, or gone if it is negative. They are counted themselves
+  // where the sum is not valid.
   Status Add(FileSession& io, int64_t bytes);
 
   // What a lock file that is open says, with or without a Hold; 0 if nothing valid.
   static int64_t Peek(FileSession& io, const OpenFile& file);
 
  private:
-  Status Write(FileSession& io, int64_t bytes);
+  // Nothing if the sum is not valid, or known to be wrong.
+  Result<std::optional<int64_t>> Read(FileSession& io);
 
   const std::string directory_;
   const OpenFile file_;
   const DiskCatalog& catalog_;
   std::mutex threads_;
+  bool is_wrong_ = false;  // a write has failed
 };
 
 }  // namespace quire

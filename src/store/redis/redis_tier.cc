@@ -457,9 +457,23 @@ Result<int64_t> RedisTier::PieceCount(const ChunkKey& key, int64_t deadline_ns) 
   return is_ours ? *count : -1;
 }
 
+// What the chunk's own header says; 0: it never expires, or it is not there or damaged.
+Result<int64_t> RedisTier::OwnExpiry(const ChunkKey& key, int64_t deadline_ns) {
+  int64_t expires_ms = 0;
+  const auto note = [&](const ChunkKey&, const RedisHeader& header) {
+    expires_ms = header.chunk.expires_ms;
+    return Status();
+  };
+  QUIRE_RETURN_IF_ERROR(VisitHeaders(std::span(&key, 1), deadline_ns, note));
+  return expires_ms;
+}
+
 Status RedisTier::SetExpiry(const ChunkKey& key, int64_t expires_ms, int64_t deadline_ns) {
   return GuardEntry([&]() -> Status {
     QUIRE_ASSIGN_OR_RETURN(const int64_t count, PieceCount(key, deadline_ns));
+    // After that nobody would read the chunk, and nobody but the server remove it.
+    QUIRE_ASSIGN_OR_RETURN(const int64_t own_ms, OwnExpiry(key, deadline_ns));
+    if (own_ms != 0 && (expires_ms == 0 || own_ms < expires_ms)) expires_ms = own_ms;
     RedisOp op;
     const auto add = [&](const std::string& name) {
       if (expires_ms == 0) {
@@ -529,37 +543,40 @@ Status RedisTier::ForEachName(std::string_view tail, int64_t deadline_ns,
   return Status();
 }
 
-// Each chunk once, although SCAN may give a name twice. A header that cannot be read is skipped.
+// A header that cannot be read is skipped.
+Status RedisTier::VisitHeaders(std::span<const ChunkKey> keys, int64_t deadline_ns,
+                               const HeaderVisitor& visit) {
+  const ChunkLimits limits;
+  std::vector<RedisOp> ops(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const std::string name = RedisHeaderName(options_.key_prefix, keys[i]);
+    ops[i].slot = RedisSlotOf(name);
+    ops[i].request.Add({"GET", name});
+    ops[i].expected.bytes_max = RedisHeaderBytesMax(limits);
+  }
+  cluster_->Execute(ops, deadline_ns);
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (ops[i].status.code() == StatusCode::kCorrupt) continue;
+    QUIRE_RETURN_IF_ERROR(ops[i].status);
+    const Result<RedisHeader> header =
+        DecodeRedisHeader(std::as_bytes(std::span(ops[i].replies.front().text)), limits);
+    if (header.ok() && header->chunk.key == keys[i]) QUIRE_RETURN_IF_ERROR(visit(keys[i], *header));
+  }
+  return Status();
+}
+
+// Each chunk once, although SCAN may give a name twice.
 Status RedisTier::ForEachHeader(int64_t deadline_ns, const HeaderVisitor& visit) {
   std::set<ChunkKey> visited;
-  const ChunkLimits limits;
-  const auto visit_batch = [&](std::span<const ChunkKey> keys) -> Status {
-    std::vector<RedisOp> ops(keys.size());
-    for (size_t i = 0; i < keys.size(); ++i) {
-      const std::string name = RedisHeaderName(options_.key_prefix, keys[i]);
-      ops[i].slot = RedisSlotOf(name);
-      ops[i].request.Add({"GET", name});
-      ops[i].expected.bytes_max = RedisHeaderBytesMax(limits);
-    }
-    cluster_->Execute(ops, deadline_ns);
-    for (size_t i = 0; i < keys.size(); ++i) {
-      if (ops[i].status.code() == StatusCode::kCorrupt) continue;
-      QUIRE_RETURN_IF_ERROR(ops[i].status);
-      const Result<RedisHeader> header =
-          DecodeRedisHeader(std::as_bytes(std::span(ops[i].replies.front().text)), limits);
-      if (header.ok() && header->chunk.key == keys[i])
-        QUIRE_RETURN_IF_ERROR(visit(keys[i], *header));
-    }
-    return Status();
-  };
   return ForEachName(":h", deadline_ns, [&](const std::vector<RedisName>& names) -> Status {
     std::vector<ChunkKey> keys;
     for (const RedisName& name : names) {
       if (name.piece < 0 && visited.insert(name.key).second) keys.push_back(name.key);
     }
     for (size_t begin = 0; begin < keys.size(); begin += kHeaderBatch) {
+      const size_t count = std::min(kHeaderBatch, keys.size() - begin);
       QUIRE_RETURN_IF_ERROR(
-          visit_batch(std::span(keys).subspan(begin, std::min(kHeaderBatch, keys.size() - begin))));
+          VisitHeaders(std::span(keys).subspan(begin, count), deadline_ns, visit));
     }
     return Status();
   });

@@ -85,7 +85,10 @@ class RedisTier final : public ChunkTier {
                      int64_t deadline_ns);
   void NoteRead(std::span<const RedisReadItem> items, const RedisRead& read, int64_t removals);
   Status ForEachName(std::string_view tail, int64_t deadline_ns, const NameVisitor& visit);
+  Status VisitHeaders(std::span<const ChunkKey> keys, int64_t deadline_ns,
+                      const HeaderVisitor& visit);
   Status ForEachHeader(int64_t deadline_ns, const HeaderVisitor& visit);
+  Result<int64_t> OwnExpiry(const ChunkKey& key, int64_t deadline_ns);
   Result<int64_t> CollectAmong(const std::vector<RedisName>& names, int64_t deadline_ns);
   Result<bool> RemoveByKey(const ChunkKey& key, int64_t piece_count, int64_t deadline_ns);
   // `removals`: Removals() from before the server was asked. What may have been removed meanwhile

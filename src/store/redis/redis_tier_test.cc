@@ -279,6 +279,14 @@ TEST(RedisTier, ExpiresWithTheChunkAndWithTheTimeToLive) {
   EXPECT_GT(ttl(PieceName(*plain, 0)), 0);
   EXPECT_TRUE(forever->SetExpiry(IdOf(*plain).key, 0, In(kLongNs)).ok());
   EXPECT_EQ(ttl(PieceName(*plain, 0)), -1);
+  // What its own header lets end stays no longer: nobody would read it, nor remove it.
+  for (const int64_t expires_ms : {int64_t{0}, now_ms + 10 * int64_t{86'400'000}}) {
+    EXPECT_TRUE(forever->SetExpiry(IdOf(*day).key, expires_ms, In(kLongNs)).ok());
+    for (const auto& name : {HeaderName(*day), PieceName(*day, 0)}) {
+      EXPECT_GT(ttl(name), 3'600'000);
+      EXPECT_LE(ttl(name), 86'400'000);
+    }
+  }
   EXPECT_TRUE(forever->SetExpiry(IdOf(*plain).key, 1, In(kLongNs)).ok());
   EXPECT_EQ(ReadOne(*forever, *plain).code(), StatusCode::kNotFound);
   EXPECT_EQ(forever->SetExpiry(IdOf(*plain).key, 0, In(kLongNs)).code(), StatusCode::kNotFound);

@@ -243,6 +243,14 @@ class ChunkIndexImpl final : public ChunkIndex {
     if (node == nullptr) return;
     Change(*node, [&] { node->chunk.priority = priority; });
   }
+  void SetBytes(const ChunkId& id, int64_t bytes) noexcept override {
+    Node* node = FindNode(id);
+    if (node == nullptr) return;
+    const int64_t more = bytes - std::exchange(node->chunk.bytes, bytes);
+    bytes_ += more;
+    node->root->bytes += more;
+    if (node->standing.lane == kProbation) probation_bytes_ += more;
+  }
   bool Erase(const ChunkId& id) noexcept override;
 
   void SetQuota(const ChunkKey& root, const ChunkQuota& quota) override {
@@ -265,7 +273,8 @@ class ChunkIndexImpl final : public ChunkIndex {
     return over;
   }
 
-  std::optional<std::vector<ChunkId>> Victims(const ChunkKey& root, int64_t bytes) const override;
+  std::optional<std::vector<ChunkId>> Victims(const ChunkKey& root, int64_t bytes,
+                                              int64_t unknown) const override;
   std::vector<ChunkId> Expired(int64_t now_ms) const override {
     std::vector<ChunkId> expired;
     for (const auto& [expiry, node] : expiries_) {
@@ -464,8 +473,8 @@ bool ChunkIndexImpl::Erase(const ChunkId& id) noexcept {
   return true;
 }
 
-std::optional<std::vector<ChunkId>> ChunkIndexImpl::Victims(const ChunkKey& key,
-                                                            int64_t bytes) const {
+std::optional<std::vector<ChunkId>> ChunkIndexImpl::Victims(const ChunkKey& key, int64_t bytes,
+                                                            int64_t unknown) const {
   if (bytes > bytes_max_) return std::nullopt;
   const auto at = roots_.find(key);
   const Root* root = at == roots_.end() ? nullptr : &at->second;
@@ -474,7 +483,7 @@ std::optional<std::vector<ChunkId>> ChunkIndexImpl::Victims(const ChunkKey& key,
     while (root->bytes - search.bytes() + bytes > root->quota.bytes_max)
       if (!search.TakeFrom(*root)) return std::nullopt;
   }
-  while (bytes_ - search.bytes() + bytes > bytes_max_)
+  while (bytes_ + unknown - search.bytes() + bytes > bytes_max_)
     if (!search.Take(root)) return std::nullopt;
   return std::move(search).victims();
 }

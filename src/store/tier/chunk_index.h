@@ -47,6 +47,7 @@ class ChunkIndex {
   virtual int64_t pins(const ChunkId& id) const = 0;
   virtual void SetExpiry(const ChunkId& id, int64_t expires_ms) noexcept = 0;
   virtual void SetPriority(const ChunkId& id, int priority) noexcept = 0;
+  virtual void SetBytes(const ChunkId& id, int64_t bytes) noexcept = 0;
   virtual bool Erase(const ChunkId& id) noexcept = 0;
 
   virtual void SetQuota(const ChunkKey& root, const ChunkQuota& quota) = 0;
@@ -56,9 +57,10 @@ class ChunkIndex {
   virtual std::vector<ChunkKey> OverQuota() const = 0;
 
   // The victims whose going makes room for `bytes` more of `root`, in order; nullopt when there is
-  // no such set. Nothing is erased.
-  virtual std::optional<std::vector<ChunkId>> Victims(const ChunkKey& root,
-                                                      int64_t bytes) const = 0;
+  // no such set. Nothing is erased. `unknown`: bytes in use beside those of the chunks here;
+  // negative: of chunks that are gone, which are here all the same.
+  virtual std::optional<std::vector<ChunkId>> Victims(const ChunkKey& root, int64_t bytes,
+                                                      int64_t unknown = 0) const = 0;
   // Not pinned and past their time.
   virtual std::vector<ChunkId> Expired(int64_t now_ms) const = 0;
   virtual std::vector<IndexedChunk> All() const = 0;

@@ -43,8 +43,8 @@ std::vector<ChunkKey> KeysOf(const std::vector<int64_t>& numbers) {
 }
 
 std::optional<std::vector<ChunkKey>> VictimKeys(const ChunkIndex& index, int64_t bytes,
-                                                int64_t root = 0) {
-  const auto victims = index.Victims(RootOf(root), bytes);
+                                                int64_t root = 0, int64_t unknown = 0) {
+  const auto victims = index.Victims(RootOf(root), bytes, unknown);
   if (!victims) return std::nullopt;
   std::vector<ChunkKey> keys;
   for (const ChunkId& id : *victims) keys.push_back(id.key);
@@ -68,6 +68,35 @@ TEST(ChunkIndex, TheLeastRecentlyUsedGoesFirst) {
   EXPECT_EQ(VictimKeys(*index, 30), KeysOf({2, 3, 1}));
   EXPECT_EQ(VictimKeys(*index, 31), std::nullopt);
   EXPECT_EQ(index->size(), 3);
+}
+
+// As in a folder that other processes use.
+TEST(ChunkIndex, WhatIsNotKnownTakesRoom) {
+  const auto index = ChunkIndex::Create(EvictionKind::kLru, 30);
+  for (const int64_t i : {1, 2}) index->Insert(ChunkOf(i));
+  EXPECT_EQ(VictimKeys(*index, 10), KeysOf({}));
+  EXPECT_EQ(VictimKeys(*index, 10, 0, 10), KeysOf({1}));
+  EXPECT_EQ(VictimKeys(*index, 10, 0, 21), std::nullopt);
+  EXPECT_EQ(VictimKeys(*index, 20, 0, -10), KeysOf({}));
+  // A quota is of what is known.
+  index->SetQuota(RootOf(0), {.bytes_max = 20});
+  EXPECT_EQ(VictimKeys(*index, 10, 0, -10), KeysOf({1}));
+}
+
+TEST(ChunkIndex, ASizeMayChange) {
+  for (const EvictionKind kind : {EvictionKind::kLru, EvictionKind::kS3Fifo, EvictionKind::kCost}) {
+    const auto index = ChunkIndex::Create(kind, 30);
+    for (const int64_t i : {1, 2}) index->Insert(ChunkOf(i));
+    index->SetBytes(ChunkOf(1).id, 25);
+    index->SetBytes(ChunkOf(3).id, 25);
+    EXPECT_EQ(index->bytes(), 35);
+    EXPECT_EQ(index->bytes_of(RootOf(0)), 35);
+    EXPECT_EQ(VictimKeys(*index, 0), KeysOf({1}));
+    EXPECT_EQ(index->CheckInvariants(), "");
+    EXPECT_TRUE(index->Erase(ChunkOf(1).id));
+    EXPECT_EQ(index->bytes(), 10);
+    EXPECT_EQ(index->CheckInvariants(), "");
+  }
 }
 
 TEST(ChunkIndex, AChainGoesFromItsEnd) {

@@ -22,8 +22,8 @@ DEADLINE = 120.0  # of whatever a test waits for: far above what it takes
 # Options for a test that reads a stream later: nothing that waits for its client ends it.
 PATIENT = ("--limit", "unread_bytes=1G", "--limit", "answers_bytes=1G")
 PATIENT += ("--limit", "slow_client_seconds=600")
-# Stored KV is waited for, however busy the disk is.
-LOADS = ("--kv-load-timeout", "600")
+# Stored KV is waited for, however busy the disk is, and so is its writing.
+LOADS = ("--kv-load-timeout", "600", "--kv-io-timeout", "600")
 
 
 class Server:
