@@ -10,7 +10,7 @@ import numpy as np
 from quire import errors
 from quire._numbers import int64
 
-__all__ = ["dtype_name", "empty_beside", "input_array", "int_list", "output_array"]
+__all__ = ["dtype_name", "empty_beside", "input_array", "int_list", "output_array", "shape_of"]
 
 
 def dtype_name(dtype: Any) -> str:
@@ -54,6 +54,12 @@ def _check_is_array(array: Any, what: str) -> None:
         )
 
 
+def shape_of(array: Any) -> tuple[int, ...]:
+    """Its shape. TypeError for what is no array."""
+    _check_is_array(array, "a tensor")
+    return tuple(array.shape)
+
+
 def output_array(array: Any, what: str) -> Any:
     """`array`, to be written. BadArgumentError if it is a read-only NumPy array."""
     if isinstance(array, np.ndarray) and not array.flags.writeable:
@@ -71,4 +77,6 @@ def empty_beside(array: Any, shape: Sequence[int], dtype: Any = None) -> Any:
             if dtype is None
             else array.new_empty(tuple(shape), dtype=dtype)
         )
-    return np.empty(tuple(shape), dtype=dtype or np.asarray(array).dtype)
+    if dtype is None:
+        dtype = array.dtype if isinstance(array, np.ndarray) else np.from_dlpack(array).dtype
+    return np.empty(tuple(shape), dtype=dtype)

@@ -63,8 +63,8 @@ def find(name: str) -> BlendVerdict | None:
     """The verdict of the fingerprint `name`: the one that was kept by this version, else the one
     that comes with Quire. CorruptError for a file that is damaged, IoError for one that cannot be
     read."""
-    path = _place(name)
     try:
+        path = _place(name)
         kept = _read(json.loads(path.read_bytes()), name)
     except FileNotFoundError:
         kept = None

@@ -157,7 +157,7 @@ class Inbox(Generic[_Request]):
             return
         try:
             on_step()
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too: without this thread no answer comes
             told = (type(error), error, error.__traceback__, self._thread)
             threading.excepthook(threading.ExceptHookArgs(told))
 

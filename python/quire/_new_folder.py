@@ -39,6 +39,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     block ends well and all files are on the disk, so that a failure, a kill or a cut of power
     leaves no half folder there."""
     check_free(out)
+    out = Path(os.path.abspath(out))  # "." has a name and a parent, too
     out.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from typing import Any
 
 from quire import errors
@@ -87,6 +88,24 @@ def text(value: Any, name: str) -> str:
             f"{name} has a lone surrogate at index {error.start}; it is not valid Unicode"
         ) from None
     return value
+
+
+def file_name(path: Any, name: str) -> str:
+    """The path of a file as the library takes it. BadArgumentError for one that is not valid UTF-8,
+    or has a NUL: the system would take the part before it."""
+    found = os.fsdecode(path)
+    if "\0" in found or not _is_utf8(found):
+        why = "has a NUL" if "\0" in found else "is not valid UTF-8"
+        raise errors.BadArgumentError(f"{name}: {found!r} {why}; name another file")
+    return found
+
+
+def _is_utf8(found: str) -> bool:
+    try:
+        found.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def octets(value: Any, name: str) -> bytes:

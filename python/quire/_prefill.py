@@ -275,7 +275,7 @@ class Refusals:
         assert self._on_refused is not None
         try:
             self._on_refused(why)
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too: the thread has more to hand on
             told = (type(error), error, error.__traceback__, self._thread)
             threading.excepthook(threading.ExceptHookArgs(told))
 

@@ -87,6 +87,8 @@ def place(text: str) -> str:
     """A file, a folder or an address: not nothing, which would be as if it were not given."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
+    if "\0" in text:  # as YAML can write it
+        raise argparse.ArgumentTypeError(f"{_shown(text)} has a NUL")
     return text
 
 
@@ -113,7 +115,7 @@ def address(text: str) -> str:
 def readable_file(text: str) -> str:
     """A file that can be opened."""
     try:
-        with open(text, "rb"):
+        with open(place(text), "rb"):
             return text
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{_shown(text)}: {error.strerror}") from None
@@ -124,7 +126,7 @@ def secret_file(text: str) -> str:
     from quire import _prefill  # loads the library, which --help does not need
 
     try:
-        return _prefill.ReadSecretFile(text)
+        return _prefill.ReadSecretFile(place(text))
     except errors.BadArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except OSError as error:
@@ -172,7 +174,7 @@ def switch(text: str) -> bool:
 def key_file(text: str) -> str:
     """A file that a signing key can be read from."""
     try:
-        read_key_file(Path(text))
+        read_key_file(Path(place(text)))
     except errors.BadArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except OSError as error:

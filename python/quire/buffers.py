@@ -17,6 +17,7 @@ import numpy as np
 
 from quire import _ffi, errors
 from quire._arrays import input_array
+from quire._numbers import real
 
 __all__ = [
     "BufferClosed",
@@ -196,11 +197,15 @@ class LookupBuffer(_Buffer, KVLookupBufferBase):
         )
         if len(found) == 0:
             return None
-        stored_tokens, stored_roi, names, tensors = found
+        # By the query: another thread may have given other arrays while this one waited.
+        as_torch = self._uses_torch if tokens is None else _is_torch(tokens)
+        stored_tokens, stored_roi, names, stored = found
         bundle = {
-            str(name): self._give(tensor) for name, tensor in zip(names, tensors, strict=True)
+            str(name): _from_tensor(tensor, as_torch)
+            for name, tensor in zip(names, stored, strict=True)
         }
-        return self._give(stored_tokens), self._give(stored_roi) != 0, bundle
+        roi = _from_tensor(stored_roi, as_torch) != 0
+        return _from_tensor(stored_tokens, as_torch), roi, bundle
 
     @property
     def waiting(self) -> int:
@@ -209,9 +214,6 @@ class LookupBuffer(_Buffer, KVLookupBufferBase):
 
     def _note_library(self, *arrays: Any) -> None:
         self._uses_torch = any(_is_torch(array) for array in arrays)
-
-    def _give(self, tensor: Any) -> Any:
-        return _from_tensor(tensor, self._uses_torch)
 
 
 class StoreBuffer(_Buffer, KVStoreBufferBase):
@@ -319,6 +321,7 @@ def _nanoseconds(timeout: float | None) -> int:
     """-1: for ever."""
     if timeout is None:
         return -1
-    if not timeout >= 0:
+    seconds = real(timeout, "timeout")
+    if not seconds >= 0:
         raise errors.BadArgumentError(f"timeout is {timeout}; it must be at least 0, or None")
-    return int(min(timeout * 1e9, 2.0**62))
+    return int(min(seconds * 1e9, 2.0**62))

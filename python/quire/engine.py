@@ -179,7 +179,7 @@ class Usage:
     recomputed_tokens: int = 0
     miss: str | None = None
     prefix_miss: PrefixMiss | None = None
-    load_seconds: float = 0.0
+    load_seconds: float = dataclasses.field(default=0.0, compare=False)
     remote_tokens: int = 0
     remote_seconds: float = dataclasses.field(default=0.0, compare=False)
     predicted_remote_seconds: float = dataclasses.field(default=0.0, compare=False)
@@ -537,9 +537,10 @@ class Engine(_ffi.Owner):
         self._connection = _prefill.connection_fields(_options.of_part("connection", whole))
         peers = _prefill.peer_fields(_options.of_part("peers", whole))
         kv_store: ChunkStore | None = whole["kv_store"]
-        has_tiers = (
-            whole["kv_dir"] is not None or bool(whole["kv_redis"]) or whole["kv_ram_bytes"] > 0
-        )
+        ram_bytes = _numbers.int64(whole["kv_ram_bytes"], "kv_ram_bytes")
+        if ram_bytes < 0:
+            raise errors.BadArgumentError(f"kv_ram_bytes is {ram_bytes}; it must be at least 0")
+        has_tiers = whole["kv_dir"] is not None or bool(whole["kv_redis"]) or ram_bytes > 0
         if kv_store is not None and has_tiers:
             raise errors.BadArgumentError(
                 "Engine: kv_store and kv_dir, kv_redis or kv_ram_bytes are two stores; give one"
@@ -773,6 +774,7 @@ class Engine(_ffi.Owner):
     def resolve_sampling(self, **options: Unpack[SamplingOptions]) -> SamplingOptions:
         """The options with which :meth:`generate` would draw: these, over the model's own, with a
         seed that is drawn if none is given."""
+        _options.check_names("an answer", options, _options.SAMPLING)
         return cast(SamplingOptions, _sampling.resolved(self._model_sampling, options))
 
     @property
@@ -1021,7 +1023,12 @@ class Engine(_ffi.Owner):
 
         Yields:
             The index of a request, and its result or, when it alone failed, its error.
+
+        Raises:
+            BadArgumentError: in_flight is below 1, which would answer nothing.
         """
+        if _numbers.int64(in_flight, "in_flight") < 1:
+            raise errors.BadArgumentError(f"in_flight is {in_flight}; it must be at least 1")
 
         def made() -> Iterator[tuple[int, _NewRequest | errors.QuireError]]:
             for index, (prompt, options) in enumerate(requests):
@@ -1030,7 +1037,7 @@ class Engine(_ffi.Owner):
                 except errors.QuireError as error:
                     yield index, error
 
-        yield from self._generate_each(made(), in_flight, on_step)
+        return self._generate_each(made(), in_flight, on_step)
 
     def _generate_each(
         self,

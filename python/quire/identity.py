@@ -118,9 +118,8 @@ def _place(folder: Path) -> Path:
 
 def _keep(folder: Path, facts: dict[str, object]) -> None:
     """Whole or not at all; where it cannot be kept it is computed again."""
-    place = _place(folder)
     with contextlib.suppress(OSError):
-        write_whole(place, json.dumps(facts))
+        write_whole(_place(folder), json.dumps(facts))
 
 
 def files_digest(files: Sequence[Path], stop: threading.Event | None) -> str:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from quire import _ffi
-from quire._arrays import dtype_name, empty_beside, input_array, int_list, output_array
+from quire._arrays import (
+    dtype_name,
+    empty_beside,
+    input_array,
+    int_list,
+    output_array,
+    shape_of,
+)
 from quire._kv_state import KVState
 from quire._numbers import int64, milliseconds
 from quire.chunk_space import TTL_MAX, token_ids
@@ -479,7 +486,9 @@ class KVCache(TransferCalls, KVState):
         Returns:
             `o` and `lse`.
         """
-        scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+        # Without a dimension, or one of 0, the cache says what is wrong.
+        dim = max([1, *shape_of(q)[-1:]])
+        scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
         o, lse = output_array(o, "o"), output_array(lse, "lse")
         self._handle.self_attention(
             layer, input_array(q), input_array(k), input_array(v), o, lse, scale, _mask_array(mask)
@@ -624,7 +633,9 @@ class KVCache(TransferCalls, KVState):
         if o is not None:
             return output_array(o, "o")
         spec = self._layers[layer] if 0 <= layer < len(self._layers) else LayerSpec(0)
-        return empty_beside(beside, (beside.shape[0], spec.num_qo_heads, spec.v_head_dim))
+        return empty_beside(
+            beside, (*shape_of(beside)[:1], spec.num_qo_heads, spec.v_head_dim)
+        )
 
     def _scale(self, layer: int, sm_scale: float | None) -> float:
         if sm_scale is not None:

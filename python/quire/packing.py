@@ -12,6 +12,7 @@ from typing import Any
 
 from quire import _ffi
 from quire._arrays import dtype_name
+from quire._numbers import file_name
 from quire._new_folder import check_free, check_room, new_folder
 from quire.identity import keep_source, model_identity
 
@@ -67,6 +68,7 @@ def pack_model(
     from quire.engine import Engine
 
     source = Path(model_dir)
+    file_name(out_dir, "out_dir")
     check_free(Path(out_dir))
     weight_bytes = Engine.plan_memory(source, dtype=dtype, threads=1).weight_bytes
     check_room(Path(out_dir), weight_bytes)

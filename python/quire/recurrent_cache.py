@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from quire import _ffi
-from quire._arrays import empty_beside, input_array, output_array
+from quire._arrays import empty_beside, input_array, output_array, shape_of
 from quire._recurrent_state import RecurrentState
 
 __all__ = ["RecurrentCache", "RecurrentLayerSpec"]
@@ -204,4 +204,4 @@ class RecurrentCache(RecurrentState):
 
     @staticmethod
     def _output(beside: Any, o: Any) -> Any:
-        return empty_beside(beside, beside.shape) if o is None else output_array(o, "o")
+        return empty_beside(beside, shape_of(beside)) if o is None else output_array(o, "o")

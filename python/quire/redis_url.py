@@ -60,14 +60,18 @@ def parse(text: str) -> RedisPlace:
         return RedisPlace(text)
     tls = text.startswith(TLS_SCHEME)
     place, _, query = text.removeprefix(TLS_SCHEME if tls else SCHEME).partition("?")
-    # An "@" after the first slash is part of a path.
-    has_user = "@" in place.partition("/")[0]
-    user, _, place = place.partition("@") if has_user else ("", "", place)
+    # An "@" after the first slash is part of a path. The last one before it ends the password: what
+    # stands after that is told in messages.
+    authority, slash, rest = place.partition("/")
+    user, has_user, authority = authority.rpartition("@")
+    place = authority + slash + rest
     username, colon, password = user.partition(":")
     if has_user and not colon:
         raise _bad("has a user and no password; write USER:PASSWORD@, or :PASSWORD@ without a user")
     if not place.startswith("unix:"):
         place, _, path = place.partition("/")
+        if "@" in path:
+            raise _bad('has an "@" after a "/"; in USER and PASSWORD write "/" as %2F')
         if path:
             raise _bad(
                 f"ends with /{path}; Quire keeps chunks in database 0, where ?prefix= sets them "
@@ -84,6 +88,8 @@ def _parameters(query: str, tls: bool) -> dict[str, Any]:
     known = ["prefix", *_TLS_TEXTS, "verify"] if tls else ["prefix"]
     found: dict[str, Any] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in known and "@" in name:
+            raise _bad('has an "@" after a "?"; in USER and PASSWORD write "?" as %3F')
         if name not in known:
             raise _bad(f"has the parameter {name!r}; there is {', '.join(known)}")
         if name == "verify":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from quire import _ffi, errors
+from quire._numbers import real
 from quire.buffers import LookupBuffer, StoreBuffer
 
 __all__ = [
@@ -170,7 +171,8 @@ class RemoteStoreBuffer(StoreBuffer):
 
 
 def _remote_options(endpoint: str, secret: str, connect_timeout: float) -> dict[str, Any]:
-    if not connect_timeout > 0:
+    seconds = real(connect_timeout, "connect_timeout")
+    if not seconds > 0:
         raise errors.BadArgumentError(f"connect_timeout is {connect_timeout}; it must be above 0")
-    nanoseconds = int(min(connect_timeout * 1e9, 2.0**62))
+    nanoseconds = int(min(seconds * 1e9, 2.0**62))
     return {"connect": endpoint, "secret": secret, "connect_timeout_ns": nanoseconds}

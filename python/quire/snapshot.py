@@ -23,7 +23,7 @@ import numpy as np
 
 from quire import _ffi
 from quire._arrays import int_list
-from quire._numbers import int64, octets
+from quire._numbers import file_name, int64, octets
 from quire.identity import model_identity
 
 if TYPE_CHECKING:
@@ -105,17 +105,19 @@ def info(path: str | os.PathLike[str]) -> SnapshotInfo:
         CorruptError: it is damaged, or no snapshot.
         IncompatibleError: a newer version of Quire wrote it.
     """
-    return _read_info(_ffi.function("snapshot_info")(os.fspath(path)))
+    return _read_info(_ffi.function("snapshot_info")(file_name(path, "path")))
 
 
 def verify(path: str | os.PathLike[str]) -> SnapshotInfo:
     """Reads and checks everything; raises as :func:`info`."""
-    return _read_info(_ffi.function("snapshot_verify")(os.fspath(path)))
+    return _read_info(_ffi.function("snapshot_verify")(file_name(path, "path")))
 
 
 def diff(ours: str | os.PathLike[str], theirs: str | os.PathLike[str]) -> SnapshotDifference:
     """Compares two snapshots, both of which are verified."""
-    fields = _ffi.function("snapshot_diff")(os.fspath(ours), os.fspath(theirs))
+    fields = _ffi.function("snapshot_diff")(
+        file_name(ours, "ours"), file_name(theirs, "theirs")
+    )
     return SnapshotDifference(
         passport=str(fields["passport"]),
         common_tokens=int(fields["common_tokens"]),
@@ -152,7 +154,7 @@ def save(
     identity = model_identity(engine.model_dir)
     contents = {**identity, **_contents(tokens, sampler, block_tokens)}
     contents["cache_salt"] = octets(cache_salt, "cache_salt")
-    return int(engine.__tvm_ffi_object__().save_snapshot(contents, os.fspath(path)))
+    return int(engine.__tvm_ffi_object__().save_snapshot(contents, file_name(path, "path")))
 
 
 def restore(
@@ -178,7 +180,8 @@ def restore(
     identity = model_identity(engine.model_dir)
     handle = engine.__tvm_ffi_object__()
     salt = octets(cache_salt, "cache_salt")
-    return _read_info(handle.load_snapshot(identity, os.fspath(path), any_numerics, salt))
+    name = file_name(path, "path")
+    return _read_info(handle.load_snapshot(identity, name, any_numerics, salt))
 
 
 def save_sequence(
@@ -201,7 +204,7 @@ def save_sequence(
         UnknownSequenceError, IoError. The file is written whole or not at all.
     """
     contents = {**identity, **_contents(tokens, sampler, block_tokens)}
-    state.__tvm_ffi_object__().save_snapshot(seq_id, contents, os.fspath(path))
+    state.__tvm_ffi_object__().save_snapshot(seq_id, contents, file_name(path, "path"))
 
 
 def restore_sequence(
@@ -221,7 +224,8 @@ def restore_sequence(
         CorruptError, SequenceExistsError, OutOfPagesError. A failed call has changed nothing.
     """
     handle = state.__tvm_ffi_object__()
-    return _read_info(handle.load_snapshot(seq_id, dict(identity), os.fspath(path), any_numerics))
+    name = file_name(path, "path")
+    return _read_info(handle.load_snapshot(seq_id, dict(identity), name, any_numerics))
 
 
 def _contents(tokens: Sequence[int], sampler: bytes, block_tokens: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire import _documents, errors
+from quire import _documents, _numbers, errors
 from quire._model_folder import check_not_lfs_pointer
 
 if TYPE_CHECKING:
@@ -110,12 +110,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. BadArgumentError for text that is no Unicode (lone surrogates)."""
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise errors.BadArgumentError(
-                f"the text has a lone surrogate at index {error.start}; it is not valid Unicode"
-            ) from None
+        _numbers.text(text, "the text")
         with self._naming_failures():
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -134,9 +129,15 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)  # the template writes them itself
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        with self._naming_failures():
-            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD. BadArgumentError for what is no
+        id."""
+        try:
+            with self._naming_failures():
+                return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise errors.BadArgumentError(
+                f"a token id is an integer from 0 to 2^32 - 1: {error}"
+            ) from None
 
     def token_bytes(self, special_texts: Sequence[str] = ()) -> list[bytes]:
         """The bytes that each id adds to a text; none for ids that stand for nothing and for
@@ -186,6 +187,8 @@ class Tokenizer:
         and where its own code panics that is not even an Exception."""
         try:
             yield
+        except (TypeError, OverflowError):  # an argument's fault
+            raise
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise

@@ -24,6 +24,7 @@ from quire.buffers import (
     StoreBuffer,
     StoreClosed,
 )
+from quire.remote_buffers import RemoteLookupBuffer
 
 
 def ids(*values: int) -> np.ndarray:
@@ -131,6 +132,20 @@ def test_a_consumer_waits_without_holding_python_up() -> None:
     assert select(buffer) == [8]
 
 
+def test_a_consumer_that_waits_gets_arrays_of_its_own_library() -> None:
+    """Once they were those of the producer, whose insert came after the query."""
+    buffer = LookupBuffer(1000)
+    found: list[Any] = []
+    tokens = torch.tensor([7])
+    consumer = threading.Thread(target=lambda: found.append(buffer.drop_select(tokens)))
+    consumer.start()
+    while buffer.waiting == 0:
+        pass
+    insert(buffer, 7)
+    consumer.join()
+    assert isinstance(found[0][0], torch.Tensor) and found[0][0].tolist() == [7]
+
+
 def test_limits_are_errors_by_name() -> None:
     buffer = LookupBuffer(30)
     with pytest.raises(EntryTooLarge, match="36 bytes"):
@@ -142,6 +157,10 @@ def test_limits_are_errors_by_name() -> None:
         buffer.insert(ids(1), ones(2), None, None, None)
     with pytest.raises(ValueError, match="timeout"):
         buffer.drop_select(ids(1), None, timeout=-1)
+    with pytest.raises(errors.BadArgumentError, match="timeout must be a number, not str"):
+        buffer.drop_select(ids(1), None, timeout="1")  # type: ignore[arg-type]
+    with pytest.raises(errors.BadArgumentError, match="connect_timeout must be a number, not str"):
+        RemoteLookupBuffer("127.0.0.1:1", connect_timeout="1")  # type: ignore[arg-type]
     assert (buffer.buffer_size, len(buffer)) == (27, 1)
     buffer.close()
     buffer.close()

@@ -223,9 +223,20 @@ def test_what_is_no_conversation_changes_nothing(
 def test_no_other_file_is_written_over(say: Say, tmp_path: Path) -> None:
     file = tmp_path / "thesis.txt"
     file.write_text("important")
-    code, _, err = say(f"/save {file}\n/save\n/save {tmp_path}/none/chat.json\n")
-    assert code == 1 and err.count("\n") == 3 and file.read_text() == "important"
+    code, _, err = say(
+        f"/save {file}\n/save\n/save {tmp_path}/none/chat.json\n"
+        f"/save {tmp_path}/a\0b\n/load a\0b\n/read a\0b\n"
+    )
+    assert code == 1 and err.count("\n") == 6 and file.read_text() == "important"
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["thesis.txt"]
+
+
+def test_a_file_that_is_named_like_a_part_is_kept(say: Say, tmp_path: Path) -> None:
+    part = tmp_path / "chat.json.part"
+    part.write_text("important")
+    code, _, err = say(f"/save {tmp_path}/chat.json\n")
+    assert code == 1 and "chat.json.part: File exists" in err
+    assert part.read_text() == "important" and [*tmp_path.glob("*.json")] == []
 
 
 # ---- Options
@@ -415,3 +426,23 @@ def test_bytes_that_are_no_text_end_no_chat_at_a_terminal(terminal: Terminal) ->
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.child.wait(timeout=60) == 0
+
+
+def test_any_byte_of_a_terminal_without_a_locale_ends_no_chat(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the locale C Python hands on what is no UTF-8; it was written by /save, which failed."""
+    monkeypatch.setenv("LC_ALL", "C")
+    terminal = Terminal("chat", str(tiny.directory), "--max-tokens", "3")
+    try:
+        terminal.wait_for("> ")
+        os.write(terminal._own, b"/system \xff\n")
+        terminal.wait_for("quire: the message is not UTF-8")
+        terminal.wait_for("> ")
+        terminal.type(f"/save {tmp_path}/chat.json\n")
+        terminal.wait_for("(saved 0 messages")
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        assert terminal.child.wait(timeout=60) == 0
+    finally:
+        terminal.close()

@@ -205,7 +205,11 @@ def test_a_failure_is_one_line(
     assert "Traceback" not in err and "Errno" not in err
 
 
-@pytest.mark.parametrize("arguments", [["generate", "Hi"], ["import", "FILE.gguf", "DIR"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [["generate", "Hi"], ["import", "FILE.gguf", "DIR"], ["inspect", "model.gguf"]],
+    ids=str,
+)
 def test_a_missing_package_is_one_line_that_says_how_to_get_it(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -213,6 +217,8 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(
     arguments: list[str],
 ) -> None:
     monkeypatch.setenv("QUIRE_HOME", str(tmp_path))  # where the embedded model is not made yet
+    monkeypatch.chdir(tmp_path)
+    Path("model.gguf").write_bytes(b"GGUF")
     for name in list(sys.modules):
         if name.split(".")[0] == "gguf" or name.startswith("quire.importer."):
             monkeypatch.delitem(sys.modules, name)
@@ -239,6 +245,8 @@ def test_a_missing_package_is_one_line_that_says_how_to_get_it(
         ["generate", "MODEL", "x", "--output", "answers.jsonl"],
         ["generate", "MODEL", "x", "--format", "txt"],
         ["generate", "MODEL", "x", "--file", "prompts.txt"],
+        ["generate", "MODEL", "x", "--sinks", "0"],
+        ["generate", "MODEL", "x", "--kv-load-timeout", "0"],
         ["generate", "MODEL", "--prompt", "x", "--file", "prompts.txt"],
         ["chat", "MODEL", "too", "many"],
         ["import", "one"],
@@ -626,6 +634,21 @@ def test_import_and_pack_tell_how_much_is_written(
     assert code == 0
 
 
+def test_the_current_folder_is_filled_if_it_is_empty(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: TinyModel,
+    tmp_path: Path,
+) -> None:
+    """The message was that it is not empty: of the half-written folder in it."""
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    code, _, err = run(capsys, "pack", str(tiny.directory), ".")
+    assert (code, err) == (0, "")
+    assert "model.safetensors" in files(folder) and files(tmp_path) == {"packed"}
+
+
 def test_progress_of_a_file_is_a_bar_on_a_terminal_and_few_lines_elsewhere() -> None:
     for is_terminal in (True, False):
         screen = io.StringIO()
@@ -730,6 +753,32 @@ def test_a_reader_that_has_gone_before_the_first_byte_is_no_traceback(model: lis
     os.close(write_end)
     _, err = child.communicate(timeout=60)
     assert (child.returncode, err) == (1, b"")
+
+
+# Whatever the tests themselves run with.
+BUFFERED = ["PYTHONUNBUFFERED="]
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_text_that_nobody_reads_is_no_traceback(option: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    child = process(option, stdout=write_end, environment=BUFFERED)
+    os.close(write_end)
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (1, b"")
+
+
+@pytest.mark.parametrize("words", [["--version"], ["inspect", "MODEL", "--dry-run"]], ids=str)
+def test_a_text_that_a_full_disk_does_not_take_is_an_error(
+    tiny: TinyModel, words: list[str]
+) -> None:
+    """The exit code was 120, by Python's own last try."""
+    words = [str(tiny.directory) if word == "MODEL" else word for word in words]
+    with open("/dev/full", "w") as file:
+        child = process(*words, stdout=file, environment=BUFFERED)
+        _, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (1, b"quire: error: No space left on device\n")
 
 
 @pytest.mark.parametrize("folder", ["/proc/no/kv", "/dev/null/kv", "/etc/passwd"])

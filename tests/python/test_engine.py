@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -420,6 +421,21 @@ def test_closing_the_iterator_cancels_the_rest(engine: quire.Engine) -> None:
     assert (stats["running"], stats["waiting"], stats["pages_in_use"]) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("in_flight", [0, -1])
+def test_no_request_at_a_time_is_refused(engine: quire.Engine, in_flight: int) -> None:
+    """It once answered nothing, without a word."""
+    with pytest.raises(quire.BadArgumentError, match=f"in_flight is {in_flight}; it must be at"):
+        engine.generate_each([("Hi", {})], in_flight=in_flight)
+
+
+def test_times_do_not_make_usages_different() -> None:
+    usage = quire.Usage(prompt_tokens=2, cached_tokens=1, completion_tokens=3)
+    times = {
+        field.name: 1.0 for field in dataclasses.fields(usage) if field.name.endswith("_seconds")
+    }
+    assert len(times) > 5 and dataclasses.replace(usage, **times) == usage
+
+
 def test_a_check_computes_nothing(engine: quire.Engine, tiny: TinyModel) -> None:
     before = engine.stats()["prompt_tokens"]
     assert engine.check(some_ids(tiny, 30), max_tokens=5) == 30
@@ -589,6 +605,8 @@ def test_an_architecture_that_is_not_there_is_named(tiny: TinyModel, tmp_path: P
         {"page_size": -1},
         {"prefill_chunk": 0},
         {"kernel_path": "abacus"},
+        {"kv_ram_bytes": -1},
+        {"kv_ram_bytes": "1G"},
     ],
     ids=str,
 )

@@ -153,19 +153,22 @@ def test_a_closed_engine_ends_streams_and_waiting_calls(own: quire.Engine) -> No
     assert stream.finished and stream.poll() == []
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_a_step_callback_that_raises_is_reported_and_ends_nothing(
-    own: quire.Engine, monkeypatch: pytest.MonkeyPatch
+    own: quire.Engine, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
+    """After a SystemExit no answer came any more."""
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
 
     def fail() -> None:
-        raise RuntimeError("the callback")
+        raise error("the callback")
 
     own.on_step = fail
     assert len(own.generate("x", max_tokens=3, ignore_eos=True).ids) == 3
     own.on_step = None
     assert told and str(told[0].exc_value) == "the callback"
+    assert len(own.generate("y", max_tokens=3, ignore_eos=True).ids) == 3
     with pytest.raises(TypeError, match="callable"):
         own.on_step = 5  # type: ignore[assignment]
 

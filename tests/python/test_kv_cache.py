@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import quire
 import torch
+import tvm_ffi
 from quire import KVCache, LayerSpec
 from tiny_model import attention, rotate
 
@@ -338,6 +339,12 @@ def test_arrays_of_quire_go_to_torch_and_back_without_a_copy() -> None:
     del positions, cache
     gc.collect()
     assert as_torch.tolist() == [0, 1, 77, 3]
+
+
+def test_anything_with_dlpack_gets_an_output(qkv: np.ndarray) -> None:
+    """Its element type was looked for where NumPy has it, and such a tensor has none there."""
+    out = run_once(tvm_ffi.from_dlpack(qkv.copy()))
+    assert out.dtype == np.float32 and np.array_equal(out, run_once(qkv))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pwd
 import re
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import quire
 import tvm_ffi
-from quire import _ffi
+from quire import _blend_verdict, _ffi
+from quire._home import cache_dir
+from quire.identity import model_identity
 from tiny_model import TinyModel
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +48,24 @@ def needed_libraries(path: Path) -> list[str]:
     ).stdout
     assert not re.search(r"\((RPATH|RUNPATH)\)", dynamic)
     return re.findall(r"\(NEEDED\)\s+Shared library: \[(.+)\]", dynamic)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So runs a container under a number that its system does not know. Without QUIRE_HOME there
+    are no digests to keep, and that ends nothing."""
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    for name in ("QUIRE_HOME", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(quire.NotFoundError, match="no home folder; set QUIRE_HOME"):
+        cache_dir()
+    assert model_identity(tiny.directory)["revision"]
+    assert _blend_verdict.find("0" * 64) is None
 
 
 def test_all_functions_are_named_quire() -> None:

@@ -504,8 +504,9 @@ def test_strangers_with_a_new_cause_each_time_fill_no_log() -> None:
 
 
 def test_one_process_computes_for_others_and_has_others_compute(
-    start: Start, roomy: TinyModel
+    start: Start, roomy: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     prefill = start(roomy.directory)
     with quire.Engine(roomy.directory, threads=1) as engine:
         alone = engine.generate([IDS, IDS[5:]], max_tokens=4, greedy=True)
@@ -515,6 +516,7 @@ def test_one_process_computes_for_others_and_has_others_compute(
     def note(why: str) -> None:
         refused.append(why)
         told.set()
+        raise SystemExit  # which ended the thread, and with it the counts
 
     with engine_from(roomy, prefill.address) as both:
         await_connected(both)
@@ -536,6 +538,10 @@ def test_one_process_computes_for_others_and_has_others_compute(
         assert told.wait(SECONDS)
         assert len(refused) == 1 and "dtype: " in refused[0]
         assert both.prefill_refusals() == {"dtype": 1}
+        told.clear()
+        with pytest.raises(quire.IncompatibleError):
+            engine_from(roomy, endpoint, kv_dtype="int8")
+        assert told.wait(SECONDS) and both.prefill_refusals() == {"dtype": 2}
     with pytest.raises(quire.ClosedError):
         both.prefill_peers()
 

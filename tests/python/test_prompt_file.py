@@ -196,6 +196,14 @@ def test_standard_input(
 # ---- What is written
 
 
+def test_a_closed_standard_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], model: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    code, out, err = run(capsys, "generate", *model, "--file", "-")
+    assert (code, out, err) == (1, "", "quire: error: standard input: is closed\n")
+
+
 def test_many_prompts_are_answered_in_order(answer: Answer, engine: quire.Engine) -> None:
     """More than are submitted at a time; the long ones end late and must not hold the order."""
     prompts = [{"prompt_ids": [5 + i % 200, 9], "max_tokens": 1 + i * 7 % 20} for i in range(300)]
@@ -221,9 +229,21 @@ def test_output_goes_to_a_file_and_replaces_it(answer: Answer, tmp_path: Path) -
     assert json.loads(line)["id"] == "\ud800" and json.loads(line)["line"] == 1
 
 
+def test_a_refused_line_leaves_the_answers_of_an_earlier_run(
+    answer: Answer, tmp_path: Path
+) -> None:
+    """The file was emptied before the model had seen the lines."""
+    output = tmp_path / "answers.jsonl"
+    output.write_text("earlier answers\n")
+    code, _, err = answer(lines({"prompt_ids": [10**9]}), "--output", str(output))
+    assert code == 1 and "nothing was computed" in err
+    assert output.read_text() == "earlier answers\n"
+
+
 def test_a_full_disk_is_one_line(answer: Answer) -> None:
     code, _, err = answer(lines({"prompt": "Hi"}), "--max-tokens", "2", "--output", "/dev/full")
-    assert code == 1 and err.splitlines()[-1] == "quire: error: No space left on device"
+    assert code == 1
+    assert err.splitlines()[-1] == "quire: error: /dev/full: No space left on device"
 
 
 def test_what_is_done_is_written_at_once(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ ENCODED = "s3cr%40t%2F%3A%25"
         ("redis://a:b:c@h:1?prefix=x%2Fy:", RedisPlace("h:1", "a", "b:c", "x/y:")),
         ("redis://unix:/run/r@1.sock?prefix=p", RedisPlace("unix:/run/r@1.sock", prefix="p")),
         ("redis://a:b@unix:/run/r.sock", RedisPlace("unix:/run/r.sock", "a", "b")),
+        ("redis://a:b@c@unix:/run/r@1", RedisPlace("unix:/run/r@1", "a", "b@c")),
+        ("redis://a:b@c@h:1", RedisPlace("h:1", "a", "b@c")),
         ("rediss://h:1", RedisPlace("h:1", tls=True)),
         (
             "rediss://a:b@h:1/?ca=%2Fetc/ca.pem&cert=c.pem&key=k.pem&name=redis.example&prefix=x",
@@ -60,6 +62,8 @@ def test_parses(text: str, place: RedisPlace) -> None:
         ("redis://?prefix=x", "names no server"),
         ("redis://hidden@h:1", "a user and no password"),
         ("redis://u:hidden@h:1/3", "ends with /3"),
+        ("redis://u:pass/hidden@h:1", 'write "/" as %2F'),
+        ("redis://u:pass?hidden@h:1", r'write "\?" as %3F'),
         ("redis://u:hidden@h:1/?prefix=x&ttl=3", "the parameter 'ttl'"),
         ("redis://u:hidden@h:1/?ca=x", "the parameter 'ca'"),
         ("rediss://u:hidden@h:1/?verify=maybe", "verify='maybe'"),

@@ -117,6 +117,11 @@ def test_greedy_takes_nothing_of_the_models_own(
         sampled.generate("Hello", greedy=True, temperature=0.5)
 
 
+def test_options_that_are_none_are_not_resolved(sampled: quire.Engine) -> None:
+    with pytest.raises(TypeError, match="'temprature'.*temperature"):
+        sampled.resolve_sampling(temprature=1.0)  # type: ignore[call-arg]
+
+
 def test_options_override_one_by_one(sampled: quire.Engine) -> None:
     found = sampled.resolve_sampling(top_p=0.5, seed=3)
     assert found == {**sampled.model_sampling, "min_p": 0.0, "top_p": 0.5, "seed": 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import quire
 from quire import snapshot
+from quire.cli import main
 from quire.cli import snapshot as command
 from quire.cli.arguments import UsageError
 from tiny_model import TinyModel
@@ -237,6 +239,43 @@ def test_command_looks_into_files(file: Path, capsys: pytest.CaptureFixture[str]
         assert "revision" in capsys.readouterr().out
     assert run("diff", str(file), str(file), "--json") == 0
     assert json.loads(capsys.readouterr().out)["common_tokens"] == len(PROMPT)
+
+
+def test_command_shows_a_time_that_no_calendar_has(
+    engine: quire.Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engine.generate(PROMPT, max_tokens=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: 10**24)
+        snapshot.save(engine, PROMPT, tmp_path / "late")
+    assert run("show", str(tmp_path / "late")) == 0
+    assert "1000000000000000 s after 1970" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\udcff"], ids=ascii)
+def test_a_name_that_no_file_can_have(
+    engine: quire.Engine, file: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The part before a NUL once was the name, and other bytes a traceback."""
+    path = str(file.with_name(name))
+    for call in (
+        lambda: snapshot.info(path),
+        lambda: snapshot.verify(path),
+        lambda: snapshot.diff(file, path),
+        lambda: snapshot.save(engine, PROMPT, path),
+        lambda: snapshot.restore(engine, path),
+    ):
+        with pytest.raises(quire.BadArgumentError, match="has a NUL|is not valid UTF-8"):
+            call()
+    assert [*file.parent.iterdir()] == [file]
+    for words in (["snapshot", "show", path], ["pack", str(engine.model_dir), path]):
+        code = main(words)
+        captured = capsys.readouterr()
+        assert (code, captured.out, captured.err.count("\n")) == (1, "", 1)
+    assert [*file.parent.iterdir()] == [file]
 
 
 @pytest.mark.parametrize(

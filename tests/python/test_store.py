@@ -493,6 +493,18 @@ def test_chunks_by_a_prompt_or_by_their_keys(
     assert keys_of(capsys, folder) == []
 
 
+def test_a_time_that_no_calendar_has(
+    model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended each command that shows the chunk."""
+    folder = str(tmp_path / "kv")
+    run(capsys, "generate", *model, *ANSWER, "--kv-dir", folder)
+    first = keys_of(capsys, folder)[0]
+    for words in (("ttl", folder, "1e12", first), ("ls", folder), ("get", folder, first)):
+        code, out, err = run(capsys, "store", *words)
+        assert code == 0 and " s after 1970" in out, err
+
+
 def test_chunks_of_a_text(
     model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import datetime
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quire
@@ -63,6 +64,15 @@ def test_special_tokens_in_text_are_one_id_each_and_do_not_print(
 def test_a_lone_surrogate_is_a_bad_argument(tokenizer: Tokenizer) -> None:
     with pytest.raises(quire.BadArgumentError, match="index 2"):
         tokenizer.encode("ab\udc80")
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [1.5], ["x"], [None]], ids=repr)
+def test_what_is_no_id_is_no_fault_of_the_file(tokenizer: Tokenizer, ids: list[Any]) -> None:
+    """It was told as a tokenizer.json that is damaged."""
+    with pytest.raises(quire.BadArgumentError, match="a token id is an integer from 0 to"):
+        tokenizer.decode(ids)
+    with pytest.raises(quire.BadArgumentError, match="the text must be a text, not "):
+        tokenizer.encode(ids[0] if not isinstance(ids[0], str) else ids)  # type: ignore[arg-type]
 
 
 def test_bytes_of_one_id(tokenizer: Tokenizer, tiny: TinyModel, tmp_path: Path) -> None:

@@ -62,6 +62,30 @@ def test_what_is_no_array_is_named(cache: quire.KVCache, value: Any) -> None:
             cache.attention_with_fused_qkv(0, qkv, value)
         with pytest.raises(TypeError):
             cache.attention_with_fused_qkv(0, qkv, o, mask=value)
+    recurrent = quire.RecurrentCache(
+        [quire.RecurrentLayerSpec("convolution", num_channels=4, width=2)],
+        max_num_sequences=1,
+        prefill_chunk_size=8,
+    )
+    for call in (
+        lambda: cache.attention_with_fused_qkv(0, value),
+        lambda: cache.attend(0, value),
+        lambda: cache.self_attention(0, value, value, value, o, o),
+        lambda: recurrent.convolution(0, value, value),
+    ):
+        with pytest.raises(TypeError, match="a tensor must be an array of NumPy, torch"):
+            call()
+
+
+def test_arrays_without_rows_or_dimensions_are_refused(cache: quire.KVCache) -> None:
+    lse = np.zeros((3, 4), np.float32)
+    for bad in (np.ones((), np.float32), np.zeros((3, 4, 0), np.float32)):
+        for call in (
+            lambda: cache.attention_with_fused_qkv(0, bad),
+            lambda: cache.self_attention(0, bad, bad, bad, bad, lse),
+        ):
+            with pytest.raises(quire.QuireError):
+                call()
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _end_cleanly_on(signal.SIGTERM, signal.SIGHUP)
     options = argparse.Namespace()
     try:
-        options = _parse(sys.argv[1:] if argv is None else list(argv))
+        try:
+            options = _parse(sys.argv[1:] if argv is None else list(argv))
+        except SystemExit:  # behind the text of --help, whose reader may have gone
+            sys.stdout.flush()
+            raise
         arguments.check_effect(options)
         code: int = options.run(options)
         sys.stdout.flush()
@@ -92,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _EXIT_USAGE if usage else _EXIT_ERROR
     except (models.Failure, OSError, MemoryError, ImportError) as error:
         print(f"quire: error: {one_line(error)}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk; Python would try again, and end with 120
+            leave_stdout()
         return _EXIT_ERROR
 
 

@@ -66,7 +66,9 @@ def check_effect(options: argparse.Namespace) -> None:
     """UsageError for options that would change nothing beside the others that were given."""
 
     def has(*names: str) -> bool:
-        return any(getattr(options, name, None) not in (None, False) for name in names)
+        # Not `in (None, False)`, where 0 would be.
+        values = [getattr(options, name, None) for name in names]
+        return any(value is not None and value is not False for value in values)
 
     def needs(names: Sequence[str], fulfilled: bool, what: str) -> None:
         for name in names:

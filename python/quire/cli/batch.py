@@ -49,12 +49,11 @@ def run(
             length = models.count_tokens(tokenizer, prompt, template_args)
             lengths.append((length, own["max_tokens"], own["window"]))
         return memory.print_plan(plan, length_facts(plan, lengths), options.json)
-    with (
-        models.open_engine(folder, engine_arguments) as engine,
-        _open_output(options.output, options.file) as output,
-    ):
+    with models.open_engine(folder, engine_arguments) as engine:
         requests = _requests(engine, file, options, grammar)
-        code = _answer_all(engine, file, requests, output)
+        # Not before: a line that is refused leaves the answers of an earlier run as they are.
+        with _open_output(options.output, options.file) as output:
+            code = _answer_all(engine, file, requests, output)
         answers.print_total_sources(engine)
         answers.print_total_remote(engine)
         answers.print_lost(engine)
@@ -181,6 +180,12 @@ def _open_output(name: str | None, source: str) -> Iterator[TextIO]:
         return
     if os.path.exists(name) and os.path.exists(source) and os.path.samefile(name, source):
         raise UsageError(f"generate: --output {name} is the file of the prompts")
-    # What is no Unicode (a lone surrogate in an "id") is written as JSON's own escape.
-    with open(name, "w", encoding="utf-8", errors="backslashreplace") as file:
-        yield file
+    try:
+        # What is no Unicode (a lone surrogate in an "id") is written as JSON's own escape.
+        with open(name, "w", encoding="utf-8", errors="backslashreplace") as file:
+            yield file
+    except errors.QuireError:
+        raise
+    except OSError as error:  # of a write, which does not name the file
+        error.filename = error.filename or name
+        raise

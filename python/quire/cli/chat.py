@@ -113,6 +113,7 @@ def _converse(conversation: Conversation) -> int:
     while not conversation.ended:
         try:
             text = _read_message(read_line)
+            text.encode()  # raises for bytes that a terminal in the locale C has handed on
         except EOFError:
             if interactive:
                 print()
@@ -125,6 +126,9 @@ def _converse(conversation: Conversation) -> int:
         except UnicodeDecodeError as error:
             # Typed at a terminal; of a pipe it is a Failure, which ends the chat.
             note(f"quire: the line {text_input.not_utf8(error, error.object)}")
+            continue
+        except UnicodeEncodeError as error:
+            note(f"quire: the message is not UTF-8 at character {error.start}")
             continue
         conversation.take(text)
     return 1 if conversation.failed and not interactive else 0
@@ -361,6 +365,8 @@ class Conversation:
 def _path(name: str, command: str) -> str:
     if not name:
         raise UsageError(f"{command} needs the name of a file")
+    if "\0" in name:
+        raise UsageError(f"{command}: the name of a file cannot have a NUL")
     return os.path.expanduser(name)
 
 
@@ -386,9 +392,14 @@ def _write_state(name: str, state: dict[str, Any]) -> None:
         _read_json(name)
     text = json.dumps(state, ensure_ascii=False, indent=1) + "\n"
     part = f"{name}.part"
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(part, name)
+    with open(part, "x", encoding="utf-8") as file:  # "x": a file of that name is somebody's
+        try:
+            file.write(text)
+            file.flush()
+            os.replace(part, name)
+        except BaseException:
+            os.unlink(part)
+            raise
 
 
 def _read_json(name: str) -> dict[str, Any]:

@@ -47,6 +47,8 @@ def _run(options: argparse.Namespace) -> int:
     try:
         folder = models.model_folder(options.model)
     except models.Failure as error:
+        if options.model is not None:
+            raise
         # Without a model that was asked for, the build alone is still worth knowing.
         _print(facts, options.json)
         note(f"(no model: {one_line(error)})")

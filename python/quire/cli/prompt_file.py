@@ -59,6 +59,8 @@ class PromptFile:
             format = "jsonl" if name.endswith((".jsonl", ".ndjson")) else "txt"
         parse = _parse_object if format == "jsonl" else _parse_text
         if name == "-":
+            if sys.stdin is None:
+                raise Failure(f"{STDIN}: is closed")
             return _collect(STDIN, sys.stdin.buffer, parse)
         with open(name, "rb") as file:
             return _collect(name, file, parse)

@@ -56,15 +56,25 @@ def read(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
         raise UsageError(f"{path}: has more than {_FILE_BYTES_MAX} bytes")
     try:
         values = yaml.safe_load(content)
+        twice = _twice(yaml.compose(content, yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: is no YAML: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise UsageError(f'{path}: must have lines such as "port: 8001"')
+    if twice:
+        raise UsageError(f"{path}: {twice[0]} is given twice")
     if not isinstance(values.get("model", ""), str):
         raise UsageError(f"{path}: model must be a folder")
     return values
+
+
+def _twice(node: Any) -> list[str]:
+    """Names that a mapping of YAML has more than once, of which the reader takes the last."""
+    is_mapping = node is not None and node.id == "mapping"
+    names = [name.value for name, _ in node.value] if is_mapping else []
+    return [name for index, name in enumerate(names) if name in names[:index]]
 
 
 def file_words(

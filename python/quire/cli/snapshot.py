@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import time
 from typing import Any
@@ -14,7 +13,7 @@ from quire._sampling import merged
 from quire import _ranges as ranges
 from quire.cli import answers, arguments, memory, models, text_input
 from quire.cli.arguments import UsageError
-from quire.cli.terminal import note
+from quire.cli.terminal import moment, note
 
 _ABOUT = """\
 Saves the KV of a text in a file, shows such files, and continues from them.
@@ -157,7 +156,6 @@ def _sampling_of(info: snapshot.SnapshotInfo) -> dict[str, Any]:
 
 
 def _facts(info: snapshot.SnapshotInfo) -> dict[str, Any]:
-    created = datetime.datetime.fromtimestamp(info.created, datetime.timezone.utc)
     return {
         **info.passport,
         "tokens": len(info.tokens),
@@ -166,7 +164,7 @@ def _facts(info: snapshot.SnapshotInfo) -> dict[str, Any]:
         **_windows(info),
         "state_bytes": info.state_bytes,
         "sampler_bytes": len(info.sampler),
-        "created": created.isoformat(timespec="seconds"),
+        "created": moment(info.created),
         "file_bytes": info.file_bytes,
     }
 

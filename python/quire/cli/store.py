@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import time
@@ -15,7 +14,7 @@ from quire import _options, errors, redis_url
 from quire import _ranges as ranges
 from quire.cli import arguments, models, text_input
 from quire.cli.arguments import UsageError
-from quire.cli.terminal import note
+from quire.cli.terminal import moment, note
 from quire.store import ChunkInfo, ChunkStore, Passport, Tier, chunk_keys, read_key_file
 
 _ABOUT = """\
@@ -254,10 +253,10 @@ def _list(store: ChunkStore, tier: Tier, as_json: bool) -> int:
 
 def _line(chunk: ChunkInfo) -> str:
     first = "?" if chunk.first_token is None else str(chunk.first_token)
-    until = "" if chunk.expires is None else f"  until {_time(chunk.expires)}"
+    until = "" if chunk.expires is None else f"  until {moment(chunk.expires)}"
     return (
         f"{chunk.key}  {chunk.tokens:>6} tokens from {first:>6}  {chunk.bytes:>12,} bytes  "
-        f"{_time(chunk.created)}{until}"
+        f"{moment(chunk.created)}{until}"
     )
 
 
@@ -268,8 +267,8 @@ def _get(store: ChunkStore, tier: Tier, options: argparse.Namespace) -> int:
     facts = dataclasses.asdict(chunk)
     facts["bytes"] = len(facts.pop("data"))
     if not options.json:
-        facts["created"] = _time(chunk.created)
-        facts["expires"] = None if chunk.expires is None else _time(chunk.expires)
+        facts["created"] = moment(chunk.created)
+        facts["expires"] = None if chunk.expires is None else moment(chunk.expires)
         shown = ", ".join(str(token) for token in chunk.tokens[:16])
         facts["tokens"] = f"{len(chunk.tokens)}: {shown}{', ...' if len(chunk.tokens) > 16 else ''}"
     _print(facts, options.json)
@@ -355,7 +354,7 @@ def _expire(store: ChunkStore, tier: Tier, options: argparse.Namespace) -> dict[
     expires = time.time() + seconds if seconds > 0 else None
     if expires is None or options.json:
         return {"chunks": count, "expires": expires}
-    return {"chunks": count, "expires": _time(expires)}
+    return {"chunks": count, "expires": moment(expires)}
 
 
 def _trim(store: ChunkStore, tier: Tier, options: argparse.Namespace) -> dict[str, Any]:
@@ -404,8 +403,3 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
         absent = "never" if name == "expires" else "none"
         text = f"{value:,}" if type(value) is int else absent if value is None else str(value)
         print(f"{name.replace('_', ' '):<16} {text}")
-
-
-def _time(seconds: float) -> str:
-    moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
-    return moment.isoformat(timespec="seconds")

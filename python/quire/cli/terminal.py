@@ -4,6 +4,7 @@ of long work."""
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import re
 import sys
@@ -30,7 +31,7 @@ def prepare_streams() -> None:
 
 
 def leave_stdout() -> None:
-    """What still waits to be written to it goes nowhere: its reader has gone."""
+    """What still waits to be written to it goes nowhere: it takes no more."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -60,6 +61,16 @@ def note(text: str) -> None:
     """A line beside the output, in its right place even where both go to one terminal."""
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
+
+
+def moment(seconds: float) -> str:
+    """A time in seconds since 1970, in UTC; as a number where no calendar has it: a file may say
+    anything."""
+    try:
+        found = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    except (OverflowError, OSError, ValueError):
+        return f"{seconds:.0f} s after 1970"
+    return found.isoformat(timespec="seconds")
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -18,7 +18,7 @@ from quire._new_folder import new_folder
 from quire._numbers import int64, real
 from quire.hf._attention import NewKeys, register
 from quire.hf._forward import Forward
-from quire.hf._kept import Prompts, check_tensor, keep_rows, space_of, take_rows
+from quire.hf._kept import Prompts, check_ids, keep_rows, space_of, take_rows
 from quire.hf._layers import architecture_digest, layer_specs
 from quire.hf._note import FILE, VERSION, read_note
 from quire.hf._sequences import Rows, Sequences
@@ -590,7 +590,7 @@ class QuireCache(Cache):
 
     def _checked_ids(self, call: str, input_ids: torch.Tensor) -> torch.Tensor:
         """Those of the columns that are held."""
-        check_tensor(call, "input_ids", input_ids)
+        check_ids(call, input_ids)
         shape, rows = tuple(input_ids.shape), len(self._rows.held)
         if len(shape) != 2 or shape[0] != rows or shape[1] < self._columns:
             raise errors.BadArgumentError(

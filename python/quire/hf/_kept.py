@@ -15,7 +15,7 @@ from quire.hf._layers import architecture_digest
 from quire.hf._sequences import Sequences
 from quire.hf._weights import model_digest
 
-__all__ = ["Prompts", "check_tensor", "keep_rows", "space_of", "take_rows"]
+__all__ = ["Prompts", "check_ids", "keep_rows", "space_of", "take_rows"]
 
 
 def check_tensor(call: str, name: str, value: object) -> None:
@@ -26,6 +26,14 @@ def check_tensor(call: str, name: str, value: object) -> None:
         )
 
 
+def check_ids(call: str, input_ids: torch.Tensor) -> None:
+    """TypeError for what is no tensor of integers: 1.5 is no token."""
+    check_tensor(call, "input_ids", input_ids)
+    kind = input_ids.dtype
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
+        raise TypeError(f"QuireCache.{call}: input_ids must be integers, not {kind}")
+
+
 class Prompts:
     """Token ids of a batch without its padding, which stands on the left.
 
@@ -33,7 +41,7 @@ class Prompts:
     """
 
     def __init__(self, call: str, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        check_tensor(call, "input_ids", input_ids)
+        check_ids(call, input_ids)
         if mask is None:
             mask = torch.ones(input_ids.shape)
         check_tensor(call, "attention_mask", mask)

@@ -267,6 +267,8 @@ def test_wrong_calls_change_nothing(store: quire.ChunkStore, llama: Any) -> None
     for call in (cache.find, cache.keep):
         with pytest.raises(TypeError, match="input_ids must be a torch tensor, not list"):
             call(store, ids.tolist(), llama)  # type: ignore[operator]
+        with pytest.raises(TypeError, match="input_ids must be integers, not torch.float32"):
+            call(store, ids.float(), llama)  # type: ignore[operator]
     with pytest.raises(TypeError, match="attention_mask must be a torch tensor, not list"):
         cache.find(store, ids, llama, attention_mask=[1] * 40)  # type: ignore[arg-type]
     with pytest.raises(quire.BadArgumentError, match="timeout must be a number, not str"):

@@ -410,6 +410,14 @@ def test_save_and_load_refuse(llama, cache, tmp_path):
         pickle.dumps(cache)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_ids_that_are_no_integers_are_not_saved(cache, tmp_path, dtype):
+    """The folder was one that load() refuses."""
+    with Unchanged(cache, TypeError, "QuireCache.save: input_ids must be integers, not torch"):
+        cache.save(tmp_path / "saved", torch.ones(2, 12, dtype=dtype))
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
