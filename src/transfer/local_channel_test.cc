@@ -228,8 +228,8 @@ TEST_F(LocalChannelTest, ARecordWhoseRowsAreNotTakenSaysSo) {
   EXPECT_TRUE(receiver_.completed.empty());
 }
 
-// A receiver that stores rows holds up those who give it these, and nobody else: no other sender of
-// its own, no sender to another one (of the other direction, as it may be), and no call about them.
+// A receiver that stores rows holds up the call that gives these, and nothing else: no other sender
+// to the same receiver, and no sender to another one, which may be the other direction.
 TEST_F(LocalChannelTest, NobodyWaitsForTheRowsOfOthers) {
   Gate held;
   receiver_.on_store = [&] { held.Pass(); };

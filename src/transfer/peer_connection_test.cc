@@ -144,7 +144,7 @@ struct ConnectionPair {
     return from->OnForwardEnded(std::span(&record, 1));
   }
 
-  // Holds up the first read of so many rows, before they are hashed, and changes a bit then.
+  // Holds up the first read of `rows` rows, before they are hashed, and changes a bit then.
   void HoldReadOf(int64_t rows, Gate* gate, bool is_damaged) {
     to_hooks.on_read = [=](ChannelHooks::Places places) {
       if (BytesOf(places) != rows * kTestRowBytes || gate->passed() > 0) return;
