@@ -55,6 +55,7 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
 }
 _PARTS = {
     "embed_tokens": "token_embd",
@@ -77,6 +78,7 @@ _GEMMA_PARTS = _PARTS | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_PHI3_PARTS = _PARTS | {"qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up"}
 # Angles of the rotation, which old folders hold and the configuration says already.
 _COMPUTED = ".rotary_emb.inv_freq"
 
@@ -134,8 +136,9 @@ def quantize_model(
     its other files are copies.
 
     Args:
-        model_dir: a Hugging Face folder of Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3 (text),
-            with safetensors in bfloat16, float16 or float32, or in float8 (e4m3) with scales.
+        model_dir: a Hugging Face folder of Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) or
+            Phi-3, with safetensors in bfloat16, float16 or float32, or in float8 (e4m3) with
+            scales.
         out_dir: must not exist, or be empty; it is there completely or not at all.
         weights: "q8" (Q8_0, 8.5 bits per weight), "q4" (Q4_0, 4.5 bits) or "q4k" (Q4_K, 4.5 bits
             and nearer to the weights; rows must be multiples of 256).
@@ -321,6 +324,8 @@ def _check_can_be_quantised(stored: StoredTensor, is_known: bool, has_scales: bo
 def _gguf_name(name: str, architecture: str) -> str | None:
     """None: no tensor of a plain decoder."""
     parts = _GEMMA_PARTS if _is_gemma(architecture) else _PARTS
+    if architecture == "phi3":
+        parts = _PHI3_PARTS
     *path, part, kind = ["", *name.split(".")]
     if part not in parts:
         return None

@@ -27,6 +27,9 @@ Message = Mapping[str, Any]
 they are. A content may be a list of parts. If one of them is {"type": "document", "text": "..."},
 all others are of this form or {"type": "text", "text": "..."}, and the template gets one text."""
 
+# Types of parts that a model of texts cannot see. Templates of models that can would write a mark
+# in their place, and the answer would be one to something else.
+_UNSEEN = ("image", "image_url", "input_image", "audio", "input_audio", "video")
 _REPLACEMENT = "\ufffd"
 # The special tokens that transformers hands to a template by name.
 _SPECIAL_TOKENS = (
@@ -42,7 +45,8 @@ _SPECIAL_TOKENS = (
 
 def check_messages(messages: Any) -> list[Message]:
     """The messages of a chat as a list. BadArgumentError for what is no message. One is a mapping
-    with a text as "role"; its "content", if it has one, is a text, a list of parts, or None."""
+    with a text as "role"; its "content", if it has one, is a text, a list of parts none of which is
+    an image or the like, or None."""
     found = list(messages)
     for index, message in enumerate(found):
         if not isinstance(message, Mapping):
@@ -59,7 +63,18 @@ def check_messages(messages: Any) -> list[Message]:
             raise errors.BadArgumentError(
                 f'message {index}: "content" must be a text, not {kind}'
             )
+        _check_can_be_read(message.get("content"), index)
     return found
+
+
+def _check_can_be_read(content: str | list[Any] | None, message: int) -> None:
+    for index, part in enumerate(content if isinstance(content, list) else []):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(kind, str) and kind in _UNSEEN:
+            raise errors.BadArgumentError(
+                f'message {message}, part {index} has the type "{kind}"; models read text alone: '
+                "no images, audio or video"
+            )
 
 
 class Tokenizer:

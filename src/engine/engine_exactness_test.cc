@@ -67,6 +67,7 @@ std::vector<Variant> Variants() {
   add("Qwen3Next", {.architecture = "Qwen3NextForCausalLM"});
   // Latent attention and experts.
   add("DeepseekV3", {.architecture = "DeepseekV3ForCausalLM"});
+  add("Qwen3Moe", {.architecture = "Qwen3MoeForCausalLM"});
   return variants;
 }
 

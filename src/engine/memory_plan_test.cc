@@ -88,7 +88,10 @@ TEST(MemoryPlan, IsWhatTheEngineTakes) {
       {.architecture = "DeepseekV2ForCausalLM"},
       {.architecture = "DeepseekV3ForCausalLM", .num_attention_heads = 12, .dtype = DType::kBF16},
       {.architecture = "Mamba2ForCausalLM"},
-      {.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 4}};
+      {.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 4},
+      {.architecture = "Qwen2MoeForCausalLM"},
+      {.architecture = "Phi3ForCausalLM"},
+      {.architecture = "Gemma3ForConditionalGeneration", .tie_word_embeddings = true}};
   int cases = 0;
   for (const TestModel& model : models) {
     const TestFolder folder;

@@ -82,7 +82,7 @@ Status Decoder::LoadWeights(const Checkpoint& checkpoint, WeightUse use,
   }
   QUIRE_ASSIGN_OR_RETURN(
       final_norm_, loader.Vector(std::string(names.final_norm) + ".weight", config_.hidden_size));
-  const std::string head = config_.tie_word_embeddings ? embedding : "lm_head";
+  const std::string head = config_.tie_word_embeddings ? embedding : std::string(names.head);
   QUIRE_ASSIGN_OR_RETURN(head_,
                          loader.Linear({{head, config_.vocab_size}}, config_.hidden_size, false));
   FillInfo(loader);

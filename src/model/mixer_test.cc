@@ -1,6 +1,7 @@
-// Models of all mixers but plain attention: nothing of how a text came into the caches can be seen
-// in the logits after it, and what a model takes is known beforehand. That the logits are the
-// right ones is shown against transformers (tests/python/hf/test_hf_logits.py).
+// Models of all mixers, and of experts and fused inputs beside plain attention: nothing of how a
+// text came into the caches can be seen in the logits after it, and what a model takes is known
+// beforehand. That the logits are the right ones is shown against transformers
+// (tests/python/hf/test_hf_logits.py).
 #include "model/layers/mixer.h"
 
 #include <gtest/gtest.h>
@@ -69,7 +70,13 @@ std::vector<Kind> Kinds() {
           {"Qwen3Next", hybrid, DType::kF32},
           {"Qwen3NextBfloat16", hybrid, DType::kBF16},
           {"Qwen3NextLinearOnly", linear, DType::kF32},
-          {"Qwen3NextAttentionOnly", attention, DType::kF32}};
+          {"Qwen3NextAttentionOnly", attention, DType::kF32},
+          {"Qwen2Moe", {.architecture = "Qwen2MoeForCausalLM"}, DType::kF32},
+          {"Qwen3MoeBfloat16", {.architecture = "Qwen3MoeForCausalLM"}, DType::kBF16},
+          {"Phi3", {.architecture = "Phi3ForCausalLM"}, DType::kF32},
+          {"Gemma3OfImages",
+           {.architecture = "Gemma3ForConditionalGeneration", .tie_word_embeddings = true},
+           DType::kF32}};
 }
 
 // A model with caches of its own.

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -21,7 +22,7 @@ import tiny_gguf
 from gguf import GGMLQuantizationType, quants
 from quire import embedded, importer
 from quire.importer import GgufError, gguf_reader, import_gguf
-from quire.importer.model_config import llama3_factors
+from quire.importer.rope import llama3_factors
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -56,7 +57,7 @@ def bfloat16_nearest(values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "phi3", "qwen2moe", "qwen3moe"])
 def test_round_trip_gives_the_checkpoint_back(tmp_path, arch, tied):
     weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), arch, tied)
     tiny_gguf.write_model(tmp_path / "m.gguf", weights, arch)
@@ -65,7 +66,7 @@ def test_round_trip_gives_the_checkpoint_back(tmp_path, arch, tied):
     assert sorted(tensors) == sorted(weights)
     for name, value in weights.items():
         np.testing.assert_array_equal(tensors[name], value, err_msg=name)
-    assert config["model_type"] == arch
+    assert config["model_type"] == arch.replace("moe", "_moe")
     assert config["tie_word_embeddings"] is tied
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (
         4,
@@ -74,6 +75,25 @@ def test_round_trip_gives_the_checkpoint_back(tmp_path, arch, tied):
     )
     assert config["rms_norm_eps"] == 1e-5  # not the float32 written out in full
     assert config["rope_scaling"] is None
+
+
+@pytest.mark.parametrize("arch,name", [("deepseek2", "deepseek_v2"), ("deepseek3", "deepseek_v3")])
+def test_latent_attention_gives_the_checkpoint_back(tmp_path, arch, name):
+    """In one file matrices of latents are as in the checkpoint, in the other they are cut."""
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), arch, tied=False)
+    tiny_gguf.write_model(tmp_path / "m.gguf", weights, arch)
+    config, tensors = read_folder(import_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32"))
+    assert sorted(tensors) == sorted(weights)
+    for tensor, value in weights.items():
+        np.testing.assert_array_equal(tensors[tensor], value, err_msg=tensor)
+    assert config["model_type"] == name
+    assert (config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]) == (
+        32,
+        16,
+        32,
+    )
+    assert (config["kv_lora_rank"], config["first_k_dense_replace"]) == (64, 1)
+    assert config["routed_scaling_factor"] == 1.5
 
 
 def test_permuted_and_plain_rows_differ(tmp_path):
@@ -195,10 +215,9 @@ def test_tokens_template_and_ends_are_kept(tmp_path):
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
-def ends_of(tmp_path, change) -> list[int] | int:
-    tiny_gguf.write_model(
-        tmp_path / "m.gguf", tiny_gguf.random_weights(1, tiny_gguf.vocab_size()), change=change
-    )
+def ends_of(tmp_path, change, arch: str = "llama") -> list[int] | int:
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), arch)
+    tiny_gguf.write_model(tmp_path / "m.gguf", weights, arch, change=change)
     out = import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     return json.loads((out / "generation_config.json").read_text())["eos_token_id"]
 
@@ -211,6 +230,16 @@ def test_the_end_of_a_turn_ends_an_answer_although_the_file_names_eos_alone(tmp_
         writer.kv_data[0]["tokenizer.ggml.tokens"].value[1] = text
 
     assert ends_of(tmp_path, change) == [2, 1]
+
+
+def test_the_end_of_a_turn_of_phi3_is_one_of_phi3_alone(tmp_path):
+    def change(writer):
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value[1] = "<|end|>"
+
+    assert ends_of(tmp_path, change, "phi3") == [2, 1]
+    (tmp_path / "m.gguf").unlink()
+    shutil.rmtree(tmp_path / "out")
+    assert ends_of(tmp_path, change) == 2
 
 
 def test_an_end_of_a_turn_that_eos_is_not_is_found_by_its_text(tmp_path):
@@ -621,6 +650,264 @@ def test_wrong_metadata_is_refused_and_nothing_is_left(tmp_path, name):
         import_gguf(tmp_path / "m.gguf", tmp_path / "deep" / "out")
     assert message in str(caught.value)
     assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def long_rope(**changes):
+    """phi3's metadata and tensors, with other metadata of rope.scaling."""
+    values = {"attn_factor": 1.2, "original_context_length": 64} | changes
+
+    def change(writer):
+        for name, value in values.items():
+            kind = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+            if value is not None:
+                kind[type(value)](f"phi3.rope.scaling.{name}", value)
+
+    return change
+
+
+def factors(*values: float, name: str = "long", count: int = 8) -> tuple[str, np.ndarray]:
+    return f"rope_factors_{name}.weight", np.array(values or [1.0] * count, np.float32)
+
+
+REFUSED_OF_OTHERS = {
+    "no count": ("qwen3moe", lambda w: w.kv_data[0].pop("qwen3moe.expert_count"), "is missing"),
+    "no experts": (
+        "qwen3moe",
+        change_of("qwen3moe.expert_count", "uint32", 0),
+        '"qwen3moe.expert_count": 0 lies outside of 1 to 16384',
+    ),
+    "experts of another number": (
+        "qwen3moe",
+        change_of("qwen3moe.expert_count", "uint32", 5),
+        'tensor "blk.0.ffn_gate_inp.weight": has shape [4, 64], expected [5, 64]',
+    ),
+    "experts without bounds": (
+        "qwen2moe",
+        change_of("qwen2moe.expert_count", "uint32", 2**32 - 1),
+        '"qwen2moe.expert_count": 4294967295 lies outside of 1 to 16384',
+    ),
+    "more used than there are": (
+        "qwen2moe",
+        change_of("qwen2moe.expert_used_count", "uint32", 5),
+        '"qwen2moe.expert_used_count": 5 lies outside of 1 to 4',
+    ),
+    "no number used": (
+        "qwen2moe",
+        lambda w: w.kv_data[0].pop("qwen2moe.expert_used_count"),
+        '"qwen2moe.expert_used_count": is missing',
+    ),
+    "inner size": (
+        "qwen3moe",
+        change_of("qwen3moe.expert_feed_forward_length", "uint32", 31),
+        'tensor "blk.0.ffn_gate_exps.weight": has shape [4, 32, 64], expected [4, 31, 64]',
+    ),
+    "inner size of the shared one": (
+        "qwen2moe",
+        change_of("qwen2moe.expert_shared_feed_forward_length", "uint32", 1 << 24),
+        'tensor "blk.0.ffn_gate_shexp.weight": has shape [64, 64], expected [16777216, 64]',
+    ),
+    "sigmoids": (
+        "qwen3moe",
+        change_of("qwen3moe.expert_gating_func", "uint32", 2),
+        '"qwen3moe.expert_gating_func": 2 is not known for qwen3moe; known is 1',
+    ),
+    "scaled experts": (
+        "qwen3moe",
+        change_of("qwen3moe.expert_weights_scale", "float32", 2.5),
+        '"qwen3moe.expert_weights_scale": 2.5 is not known for qwen3moe; known is 1',
+    ),
+    "dense layers": (
+        "qwen3moe",
+        change_of("qwen3moe.leading_dense_block_count", "uint32", 1),
+        '"qwen3moe.leading_dense_block_count": 1 is not known',
+    ),
+    "inner size of a state space": (
+        "mamba2",
+        change_of("mamba2.ssm.inner_size", "uint32", 96),
+        '"mamba2.ssm.inner_size": 96 is no multiple of the embedding\'s 64',
+    ),
+    "heads of a state space": (
+        "mamba2",
+        change_of("mamba2.ssm.time_step_rank", "uint32", 7),
+        '"mamba2.ssm.time_step_rank": 7 does not divide 128',
+    ),
+    "groups of a state space": (
+        "mamba2",
+        change_of("mamba2.ssm.group_count", "uint32", 3),
+        '"mamba2.ssm.group_count": 3 does not divide 8',
+    ),
+    "taps": (
+        "mamba2",
+        change_of("mamba2.ssm.conv_kernel", "uint32", 2**31),
+        '"mamba2.ssm.conv_kernel": 2147483648 lies outside of 2 to 256',
+    ),
+    "size of a state": (
+        "mamba2",
+        change_of("mamba2.ssm.state_size", "uint32", 1 << 24),
+        'tensor "blk.0.ssm_in.weight": has shape',
+    ),
+    "layers that predict": (
+        "deepseek3",
+        change_of("deepseek2.nextn_predict_layers", "uint32", 1),
+        '"deepseek2.nextn_predict_layers": layers that predict several tokens are not read',
+    ),
+    "another scoring": (
+        "deepseek3",
+        change_of("deepseek2.expert_gating_func", "uint32", 3),
+        '"deepseek2.expert_gating_func": 3 is neither softmax (1) nor sigmoid (2)',
+    ),
+    "normalised softmax": (
+        "deepseek2",
+        change_of("deepseek2.expert_weights_norm", "bool", True),
+        '"deepseek2.expert_weights_norm": is set; what it means',
+    ),
+    "groups of another size": (
+        "deepseek3",
+        change_of("deepseek2.expert_group_count", "uint32", 3),
+        '"deepseek2.expert_group_count": 3 does not divide 4 experts',
+    ),
+    "more groups than there are": (
+        "deepseek3",
+        change_of("deepseek2.expert_group_used_count", "uint32", 3),
+        '"deepseek2.expert_group_used_count": 3 lies outside of 1 to 2',
+    ),
+    "heads of latents": (
+        "deepseek2",
+        change_of("deepseek2.attention.head_count_kv", "uint32", 2),
+        '"deepseek2.attention.head_count_kv": 2 is neither 1 nor the 4 heads',
+    ),
+    "nothing but rotation": (
+        "deepseek2",
+        change_of("deepseek2.attention.key_length", "uint32", 16),
+        '"deepseek2.attention.key_length": 16 lies outside of 17 to 16384',
+    ),
+    "rank": (
+        "deepseek3",
+        change_of("deepseek2.attention.kv_lora_rank", "uint32", 1 << 31),
+        '"deepseek2.attention.kv_lora_rank": 2147483648 lies outside of 1 to 8192',
+    ),
+    "no rank": (
+        "deepseek2",
+        lambda w: w.kv_data[0].pop("deepseek2.attention.kv_lora_rank"),
+        '"deepseek2.attention.kv_lora_rank": is missing',
+    ),
+    "size of values": (
+        "deepseek3",
+        change_of("deepseek2.attention.value_length_mla", "uint32", 31),
+        'tensor "blk.0.attn_output.weight": has shape [64, 128], expected [64, 124]',
+    ),
+    "yarn without its multiplier": (
+        "deepseek2",
+        lambda w: (
+            w.add_string("deepseek2.rope.scaling.type", "yarn"),
+            w.add_float32("deepseek2.rope.scaling.factor", 4.0),
+            w.add_uint32("deepseek2.rope.scaling.original_context_length", 64),
+        ),
+        '"deepseek2.rope.scaling.yarn_log_multiplier": is missing',
+    ),
+    "rotates all and more": (
+        "phi3",
+        change_of("phi3.rope.dimension_count", "uint32", 18),
+        '"phi3.rope.dimension_count": 18 lies outside of 2 to 16',
+    ),
+    "rotates an odd number": (
+        "phi3",
+        change_of("phi3.rope.dimension_count", "uint32", 7),
+        '"phi3.rope.dimension_count": 7 of 16 cannot be said',
+    ),
+    "another scaling of phi3": (
+        "phi3",
+        long_rope(type="yarn"),
+        '"phi3.rope.scaling.type": "yarn" is not longrope',
+    ),
+    "factors that are not there": (
+        "phi3",
+        long_rope(type="longrope"),
+        'tensor "rope_factors_short.weight": is missing',
+    ),
+}
+REFUSED_FACTORS = {
+    "factors of llama": (
+        long_rope(),
+        [("rope_freqs.weight", np.ones(8, np.float32))],
+        'tensor "rope_freqs.weight": is not part of a phi3 model',
+    ),
+    "one list alone": (long_rope(), [factors()], '"rope_factors_short.weight": is missing'),
+    "another number": (
+        long_rope(),
+        [factors(), factors(name="short", count=7)],
+        'tensor "rope_factors_short.weight": is F32 of the shape [7], expected F32 [8]',
+    ),
+    "zero": (
+        long_rope(),
+        [factors(1, 2, 3, 4, 5, 6, 7, 0), factors(name="short")],
+        'tensor "rope_factors_long.weight": holds a factor that is not a finite number above',
+    ),
+    "no number": (
+        long_rope(),
+        [factors(), factors(*[1.0] * 7, float("nan"), name="short")],
+        'tensor "rope_factors_short.weight": holds a factor that is not a finite number above',
+    ),
+    "no attention factor": (
+        long_rope(attn_factor=None),
+        [factors(), factors(name="short")],
+        '"phi3.rope.scaling.attn_factor": is missing',
+    ),
+    "no length": (
+        long_rope(original_context_length=None),
+        [factors(), factors(name="short")],
+        '"phi3.rope.scaling.original_context_length": is missing',
+    ),
+    "none with factors": (
+        long_rope(type="none"),
+        [factors(), factors(name="short")],
+        '"phi3.rope.scaling.type": "none" is not longrope',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED_OF_OTHERS, *REFUSED_FACTORS])
+def test_wrong_metadata_of_experts_and_phi3_are_refused(tmp_path, name):
+    tensors: list[tuple[str, np.ndarray]] = []
+    if name in REFUSED_OF_OTHERS:
+        arch, change, message = REFUSED_OF_OTHERS[name]
+    else:
+        arch = "phi3"
+        change, tensors, message = REFUSED_FACTORS[name]
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), arch)
+    tiny_gguf.write_model(tmp_path / "m.gguf", weights, arch, change=change, extra_tensors=tensors)
+    with memory_limit(64 << 20), pytest.raises(GgufError) as caught:
+        import_gguf(tmp_path / "m.gguf", tmp_path / "deep" / "out")
+    assert message in str(caught.value)
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def test_experts_of_all_layers_are_bounded(tmp_path):
+    """A small file may say that it has 4096 layers of 16384 experts."""
+
+    def change(writer):
+        writer.kv_data[0]["qwen3moe.block_count"].value = 4096
+        writer.kv_data[0]["qwen3moe.expert_count"].value = 16384
+
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "qwen3moe")
+    tiny_gguf.write_model(tmp_path / "m.gguf", weights, "qwen3moe", change=change)
+    with memory_limit(64 << 20), pytest.raises(GgufError, match="4096 layers have more than"):
+        import_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("arch", ["phi3", "qwen2moe", "qwen3moe", "deepseek2", "mamba2"])
+def test_each_tensor_that_is_missing_is_named(tmp_path, arch):
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), arch)
+    stored = {name for name in tiny_gguf.stored_weights(weights, arch) if name.startswith("blk.1.")}
+    for missing in stored:
+        kept = {
+            name: value
+            for name, value in weights.items()
+            if missing not in tiny_gguf.stored_weights({name: value}, arch)
+        }
+        tiny_gguf.write_model(tmp_path / "m.gguf", kept, arch)
+        with pytest.raises(GgufError, match=f'tensor "{missing}": is missing'):
+            import_gguf(tmp_path / "m.gguf", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,17 @@ def test_a_chat_is_rendered_and_waits_for_the_answer(tokenizer: Tokenizer) -> No
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
+def test_images_are_refused_by_name(tiny: TinyModel, kind: str) -> None:
+    """The template of a model that knows images has a mark for them: the answer was one to that."""
+    content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: "cat.png"}]
+    with (
+        quire.Engine(tiny.directory, kv_bytes=1 << 20) as engine,
+        pytest.raises(quire.BadArgumentError, match=f'message 0, part 1 has the type "{kind}"'),
+    ):
+        engine.chat([{"role": "user", "content": content}], max_tokens=1)
+
+
 def test_a_model_without_template_says_so(tmp_path: Path) -> None:
     model = TinyModel(tmp_path, chat=False)
     with pytest.raises(quire.BadArgumentError, match="no chat template"):

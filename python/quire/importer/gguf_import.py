@@ -15,7 +15,8 @@ from quire._model_folder import GGUF_WEIGHTS
 from quire._new_folder import check_free, check_room, new_folder
 
 from .gguf_reader import GgufFile
-from .model_config import build_config, build_generation_config, read_shape
+from .model_config import build_config, build_generation_config
+from .model_shape import read_shape
 from .safetensors_writer import Declaration, SafetensorsWriter
 from .tokenizer import ImportedTokenizer, build_tokenizer
 from .weights import DTYPES, Weight, converted_parts, plan_weights
@@ -54,7 +55,7 @@ def import_gguf(
     }
     tokenizer = build_tokenizer(file, shape.vocab_size)
     declarations = [
-        Declaration(weight.name, DTYPES[dtype], weight.source.shape) for weight in weights
+        Declaration(weight.name, DTYPES[dtype], weight.shape) for weight in weights
     ]
     total = sum(item.byte_count for item in declarations)
     check_room(out, total + _OTHER_BYTES)

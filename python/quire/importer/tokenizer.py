@@ -34,6 +34,7 @@ _PIECE_LENGTH_MAX = 512
 
 _SPACE = "\u2581"  # SentencePiece writes a space as this
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -56,6 +57,7 @@ class _Split:
     itself knows."""
 
     pattern: str = ""
+    more: tuple[str, ...] = ()  # what is left is cut by these, one after the other
     single_digits: bool = False  # cut each digit off before anything else
     nfc: bool = False
     whole_words: bool = False  # a piece that is a token is not merged
@@ -69,18 +71,75 @@ _TEKKEN_WORDS = "".join(
     for many, few in (("*", "+"), ("+", "*"))
 )
 
+# Words of o200k: those, with what English hangs on them.
+_O200K_WORDS = _TEKKEN_WORDS.replace("|", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|")
+
+# DeepSeek's first vocabulary: letters of two cases, as far as it knows them, and what stands beside
+# them, by their code points.
+_DEEPSEEK_LETTERS = """
+    41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386
+    388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd
+    1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d
+    1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3
+    1fd6-1fdb 1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 2126 2128
+    212a-212d 212f-2134 2139 213c-213f 2145-2149 214e 2183 2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee
+    2cf2 2cf3 a640-a66d a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17
+    ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2
+    118a0-118df 1e900-1e943
+""".split()
+_DEEPSEEK_SIGNS = "21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002".split()
+_DEEPSEEK_CJK = "4e00-9fa5 800-4e00 ac00-d7ff".split()
+
+
+def _code_points(ranges: list[str]) -> str:
+    """A class of characters by their numbers: [A-Z] of 41-5a."""
+
+    def one(item: str) -> str:
+        return "-".join(rf"\x{{{end}}}" for end in item.split("-"))
+
+    return f"[{''.join(map(one, ranges))}]"
+
+
 _LLAMA3 = _Split(pattern=_LETTERS + r"\p{N}{1,3}" + _REST, whole_words=True, adds_bos=True)
 _SPLITS = {
     "gpt-2": _Split(),
     "smollm": _Split(single_digits=True),
     "starcoder": _Split(single_digits=True),
+    "mpt": _Split(nfc=True),  # of GPT-NeoX
+    "olmo": _Split(nfc=True),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
     "pixtral": _LLAMA3,
+    "dbrx": _Split(pattern=_LETTERS + r"\p{N}{1,3}" + _REST),
+    "gpt-4o": _Split(
+        pattern=_O200K_WORDS + r"\p{N}{1,3}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+    ),
     "qwen2": _Split(pattern=_LETTERS + r"\p{N}" + _REST, nfc=True),
     "deepseek-r1-qwen": _Split(pattern=_LETTERS + r"\p{N}" + _REST),
+    "deepseek-llm": _Split(
+        pattern=r"[\r\n]",
+        more=(
+            rf"\s?{_code_points(_DEEPSEEK_LETTERS)}+",
+            rf"\s?{_code_points(_DEEPSEEK_SIGNS)}+",
+            r"\s+$",
+            rf"{_code_points(_DEEPSEEK_CJK)}+",
+            r"\p{N}",
+        ),
+    ),
+    "deepseek-coder": _Split(
+        pattern=r"[\r\n]",
+        more=(r"\s?\p{L}+", r"\s?\p{P}+", rf"{_code_points(_DEEPSEEK_CJK)}+", r"\p{N}"),
+    ),
+    "deepseek-v3": _Split(
+        pattern=r"\p{N}{1,3}",
+        more=(
+            rf"{_code_points(['4e00-9fa5', '3040-30ff'])}+",
+            r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+            r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        ),
+    ),
     "tekken": _Split(
         pattern=_TEKKEN_WORDS + r"\p{N}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1),
         whole_words=True,
@@ -110,10 +169,16 @@ class _Vocabulary:
             if kind != TokenType.UNUSED
         }
 
-    def added(self) -> list[AddedToken]:
-        """Tokens that are found in the text before anything else."""
+    def added(self, drops_spaces: bool) -> list[AddedToken]:
+        """Tokens that are found in the text before anything else. `drops_spaces`: as Phi-3's, which
+        take the spaces behind them with them."""
         return [
-            AddedToken(text, special=kind == TokenType.CONTROL, normalized=False)
+            AddedToken(
+                text,
+                special=kind == TokenType.CONTROL,
+                normalized=False,
+                rstrip=drops_spaces and text not in _PHI3_KEEPS_SPACES,
+            )
             for text, kind in zip(self.tokens, self.types)
             if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
         ]
@@ -132,7 +197,8 @@ def build_tokenizer(file: GgufFile, vocab_size: int) -> ImportedTokenizer:
             "tokenizer.ggml.model",
             f'"{model}" is not one of gpt2 (byte-level BPE), llama (SentencePiece)',
         )
-    added = vocabulary.added()
+    is_phi3 = metadata.text("general.architecture") == "phi3"
+    added = vocabulary.added(drops_spaces=is_phi3 and model == "llama")
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
     config = _config(file, vocabulary, adds_bos)
@@ -206,8 +272,9 @@ def _byte_level(file: GgufFile, vocabulary: _Vocabulary) -> tuple[Tokenizer, boo
     steps: list[pre_tokenizers.PreTokenizer] = []
     if split.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if split.pattern:
-        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    for pattern in (split.pattern, *split.more):
+        if pattern:
+            steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split.pattern))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()

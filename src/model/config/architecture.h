@@ -36,6 +36,7 @@ enum class MixerRule : uint8_t {
 
 // Names of tensors.
 struct DecoderNames {
+  std::string_view head = "lm_head";
   std::string_view embedding = "model.embed_tokens";
   std::string_view layers = "model.layers";
   std::string_view mixer_norm = "input_layernorm";
@@ -52,10 +53,14 @@ inline constexpr DecoderNames kGemmaNames = {.mixer_output_norm = "post_attentio
 
 struct Architecture {
   std::string_view name;  // as in "architectures" of config.json
+  // The object of config.json with the fields of the text model, where images have others beside
+  // it.
+  std::string_view text_config = "";
   BiasRule qkv_bias = BiasRule::kNever;
   BiasRule o_bias = BiasRule::kNever;
   BiasRule mlp_bias = BiasRule::kNever;
   bool qk_norm = false;  // query and key heads are normalised before they are rotated
+  bool fused = false;    // q, k and v are one matrix of the checkpoint; so are gate and up
   WindowRule window = WindowRule::kNone;
 
   // The Gemma family.
@@ -67,6 +72,7 @@ struct Architecture {
   MixerRule mixers = MixerRule::kPlainAttention;
   DecoderNames names = {};
   float norm_offset = 0.0F;                             // of norm weights
+  ExpertDefaults experts = {};                          // of kPlainAttention and kHybrid
   ExpertScores expert_scores = ExpertScores::kSoftmax;  // of kLatent
   bool scales_embeddings = false;                       // they are taken times sqrt(hidden_size)
 };
@@ -75,8 +81,12 @@ extern const Architecture kLlama;       // llama.cc: Llama 1 to 3, SmolLM2, Tiny
 extern const Architecture kMistral;     // mistral.cc
 extern const Architecture kQwen2;       // qwen2.cc: Qwen2, Qwen2.5
 extern const Architecture kQwen3;       // qwen3.cc
+extern const Architecture kPhi3;        // phi3.cc: Phi-3 to Phi-4
+extern const Architecture kQwen2Moe;    // qwen_moe.cc
+extern const Architecture kQwen3Moe;    // qwen_moe.cc
 extern const Architecture kGemma2;      // gemma2.cc
 extern const Architecture kGemma3;      // gemma3.cc: the text models
+extern const Architecture kGemma3Text;  // gemma3.cc: the text part of models that know images
 extern const Architecture kMamba2;      // mamba2.cc
 extern const Architecture kQwen3Next;   // qwen3_next.cc
 extern const Architecture kDeepseekV2;  // deepseek.cc

@@ -14,18 +14,23 @@ constexpr double kMaxScale = 1e6;                  // 16
 
 }  // namespace
 
-Result<ExpertConfig> ReadExpertConfig(const JsonValue& json) {
+Result<ExpertConfig> ReadExpertConfig(const JsonValue& json, const ExpertDefaults& defaults) {
   ExpertConfig config;
-  QUIRE_ASSIGN_OR_RETURN(config.count, json.GetIntOr("num_experts", 512, 0, kMaxExperts));
+  // Qwen3-MoE's other name for it.
+  const bool is_local = !json.json().contains("num_experts");
+  QUIRE_ASSIGN_OR_RETURN(config.count, json.GetIntOr(is_local ? "num_local_experts" : "num_experts",
+                                                     defaults.count, 0, kMaxExperts));
   if (config.count == 0) return config;
   QUIRE_ASSIGN_OR_RETURN(config.per_token,
-                         json.GetIntOr("num_experts_per_tok", 10, 1, config.count));
-  QUIRE_ASSIGN_OR_RETURN(config.intermediate_size,
-                         json.GetIntOr("moe_intermediate_size", 512, 1, kMaxIntermediate));
+                         json.GetIntOr("num_experts_per_tok", defaults.per_token, 1, config.count));
   QUIRE_ASSIGN_OR_RETURN(
-      config.shared_intermediate_size,
-      json.GetIntOr("shared_expert_intermediate_size", 512, 1, kMaxIntermediate));
-  QUIRE_ASSIGN_OR_RETURN(config.normalises, json.GetBoolOr("norm_topk_prob", true));
+      config.intermediate_size,
+      json.GetIntOr("moe_intermediate_size", defaults.intermediate_size, 1, kMaxIntermediate));
+  QUIRE_ASSIGN_OR_RETURN(config.normalises, json.GetBoolOr("norm_topk_prob", defaults.normalises));
+  if (defaults.shared_intermediate_size == 0) return config;
+  QUIRE_ASSIGN_OR_RETURN(config.shared_intermediate_size,
+                         json.GetIntOr("shared_expert_intermediate_size",
+                                       defaults.shared_intermediate_size, 1, kMaxIntermediate));
   return config;
 }
 

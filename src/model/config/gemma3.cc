@@ -18,4 +18,25 @@ const Architecture kGemma3 = {
     .scales_embeddings = true,
 };
 
+const Architecture kGemma3Text = {
+    .name = "Gemma3ForConditionalGeneration",
+    .text_config = "text_config",
+    .qkv_bias = BiasRule::kAttentionBias,
+    .o_bias = BiasRule::kAttentionBias,
+    .qk_norm = true,
+    .window = WindowRule::kPattern,
+    .is_gemma = true,
+    .window_pattern = 6,
+    .local_rope = true,
+    .names = {.head = "language_model.lm_head",
+              .embedding = "language_model.model.embed_tokens",
+              .layers = "language_model.model.layers",
+              .mixer_output_norm = "post_attention_layernorm",
+              .mlp_norm = "pre_feedforward_layernorm",
+              .mlp_output_norm = "post_feedforward_layernorm",
+              .final_norm = "language_model.model.norm"},
+    .norm_offset = 1.0F,
+    .scales_embeddings = true,
+};
+
 }  // namespace quire

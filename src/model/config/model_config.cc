@@ -133,12 +133,7 @@ Status ReadFlags(const JsonValue& json, bool is_gemma, ModelConfig& config) {
                          json.GetBoolOr("tie_word_embeddings", is_gemma));
   QUIRE_ASSIGN_OR_RETURN(config.attention_bias, json.GetBoolOr("attention_bias", false));
   QUIRE_ASSIGN_OR_RETURN(config.mlp_bias, json.GetBoolOr("mlp_bias", false));
-  QUIRE_RETURN_IF_ERROR(ReadActivation(json, is_gemma, config));
-  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> quantised,
-                         json.Find("quantization_config"));
-  if (!quantised) return Status();
-  QUIRE_ASSIGN_OR_RETURN(config.quantisation, ReadQuantisation(*quantised));
-  return Status();
+  return ReadActivation(json, is_gemma, config);
 }
 
 Status ReadLayerTypes(const JsonValue& json, int64_t layer_count, WindowConfig& window) {
@@ -255,16 +250,21 @@ Status ReadStateSpace(const JsonValue& json, ModelConfig& config) {
   return Status();
 }
 
-Status ReadHybrid(const JsonValue& json, ModelConfig& config) {
+Status ReadExperts(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.experts, ReadExpertConfig(json, architecture.experts));
+  QUIRE_ASSIGN_OR_RETURN(config.sparse_layers,
+                         ReadSparseLayers(json, config.num_hidden_layers, config.experts));
+  return Status();
+}
+
+Status ReadHybrid(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
   QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
   QUIRE_RETURN_IF_ERROR(ReadHeads(json, kHybridHeadDim, config));
   QUIRE_RETURN_IF_ERROR(ReadFlags(json, false, config));
   QUIRE_RETURN_IF_ERROR(RequireSilu(json, config));
   QUIRE_ASSIGN_OR_RETURN(config.gated_delta, ReadGatedDeltaConfig(json));
   QUIRE_ASSIGN_OR_RETURN(config.mixers, ReadMixers(json, config.num_hidden_layers));
-  QUIRE_ASSIGN_OR_RETURN(config.experts, ReadExpertConfig(json));
-  QUIRE_ASSIGN_OR_RETURN(config.sparse_layers,
-                         ReadSparseLayers(json, config.num_hidden_layers, config.experts));
+  QUIRE_RETURN_IF_ERROR(ReadExperts(json, architecture, config));
   QUIRE_ASSIGN_OR_RETURN(
       config.rope,
       ReadRopeOptions(json, config.head_dim, config.max_position_embeddings, kHybridRotaryPart));
@@ -318,16 +318,38 @@ Status ReadLatent(const JsonValue& json, const Architecture& architecture, Model
   return Status();
 }
 
+// Which layers of mixtures of experts have windows is told in several ways. No published model has
+// any.
+Status RequireNoWindow(const JsonValue& json) {
+  QUIRE_ASSIGN_OR_RETURN(const bool enabled, json.GetBoolOr("use_sliding_window", false));
+  if (!enabled) return Status();
+  return BadField(json, "use_sliding_window",
+                  "true; windows are not computed for this architecture");
+}
+
+// What transformers takes the names of other scalings for differs from release to release.
+Status RequireKnownToPhi3(const JsonValue& json, const ModelConfig& config) {
+  const RopeScaling scaling = config.rope.scaling;
+  if (scaling == RopeScaling::kNone || scaling == RopeScaling::kLongRope) return Status();
+  return BadField(json, "rope_scaling", "it must be default or longrope for this architecture");
+}
+
 Status ReadLlamaLike(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
   const bool is_gemma = architecture.is_gemma;
   QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
   QUIRE_RETURN_IF_ERROR(ReadHeads(json, is_gemma ? kGemmaHeadDim : 0, config));
   QUIRE_RETURN_IF_ERROR(ReadFlags(json, is_gemma, config));
-  QUIRE_RETURN_IF_ERROR(ReadWindow(json, is_gemma, config.num_hidden_layers, config.window));
+  if (architecture.experts.count > 0) {
+    QUIRE_RETURN_IF_ERROR(ReadExperts(json, architecture, config));
+    QUIRE_RETURN_IF_ERROR(RequireNoWindow(json));
+  } else {
+    QUIRE_RETURN_IF_ERROR(ReadWindow(json, is_gemma, config.num_hidden_layers, config.window));
+  }
   config.mixers.assign(static_cast<size_t>(config.num_hidden_layers), MixerKind::kPlainAttention);
   config.query_scalar = static_cast<double>(config.head_dim);
   if (is_gemma) QUIRE_RETURN_IF_ERROR(ReadGemma(json, architecture, config));
-  return ReadRope(json, architecture.local_rope, config);
+  QUIRE_RETURN_IF_ERROR(ReadRope(json, architecture.local_rope, config));
+  return architecture.fused ? RequireKnownToPhi3(json, config) : Status();
 }
 
 Status ReadByMixers(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
@@ -341,7 +363,7 @@ Status ReadByMixers(const JsonValue& json, const Architecture& architecture, Mod
     case MixerRule::kHybrid:
       break;
   }
-  return ReadHybrid(json, config);
+  return ReadHybrid(json, architecture, config);
 }
 
 // A token id or a list of them.
@@ -373,6 +395,40 @@ Status ReadSpecialTokens(const JsonValue& json, ModelConfig& config) {
   }
   QUIRE_ASSIGN_OR_RETURN(config.bos_token_id, json.GetIntOr("bos_token_id", config.bos_token_id, -1,
                                                             config.vocab_size - 1));
+  return Status();
+}
+
+// The fields of the text model: in an object of their own where images have others beside it. What
+// that object leaves out is as transformers takes it for Gemma 3, the one model that is so.
+Result<nlohmann::json> TextFields(const JsonValue& json, const Architecture& architecture) {
+  if (architecture.text_config.empty()) return json.json();
+  QUIRE_ASSIGN_OR_RETURN(const JsonValue text, json.Get(architecture.text_config));
+  if (!text.json().is_object()) {
+    return Status(StatusCode::kBadArgument, text.path() + ": expected an object");
+  }
+  nlohmann::json fields = {{"vocab_size", 262'208},
+                           {"hidden_size", 2304},
+                           {"intermediate_size", 9216},
+                           {"num_hidden_layers", 26},
+                           {"num_attention_heads", 8},
+                           {"num_key_value_heads", 4},
+                           {"max_position_embeddings", 131'072},
+                           {"eos_token_id", 1},
+                           {"bos_token_id", 2}};
+  fields.update(text.json());
+  return fields;
+}
+
+// What holds for the whole of a model of texts and images stands outside of its text model's
+// fields.
+Status ReadOuter(const JsonValue& json, ModelConfig& config) {
+  QUIRE_ASSIGN_OR_RETURN(config.tie_word_embeddings,
+                         json.GetBoolOr("tie_word_embeddings", config.tie_word_embeddings));
+  QUIRE_RETURN_IF_ERROR(ReadSpecialTokens(json, config));
+  QUIRE_ASSIGN_OR_RETURN(const std::optional<JsonValue> quantised,
+                         json.Find("quantization_config"));
+  if (!quantised) return Status();
+  QUIRE_ASSIGN_OR_RETURN(config.quantisation, ReadQuantisation(*quantised));
   return Status();
 }
 
@@ -410,12 +466,17 @@ Result<ModelConfig> ParseModelConfig(std::string_view config_text,
   ModelConfig config;
   config.path = path;
   QUIRE_ASSIGN_OR_RETURN(config.architecture, ReadArchitecture(json));
-  QUIRE_RETURN_IF_ERROR(ReadSizes(json, config));
   // Fields mean what they mean to the architecture; the code that loads the model refuses unknown
   // ones.
   const Architecture* const known = FindArchitecture(config.architecture);
-  QUIRE_RETURN_IF_ERROR(ReadByMixers(json, known != nullptr ? *known : kLlama, config));
-  QUIRE_RETURN_IF_ERROR(ReadSpecialTokens(json, config));
+  const Architecture& architecture = known != nullptr ? *known : kLlama;
+  QUIRE_ASSIGN_OR_RETURN(const nlohmann::json fields, TextFields(json, architecture));
+  const std::string_view place = architecture.text_config;
+  const JsonValue text(fields, place.empty() ? path : path + "." + std::string(place));
+  QUIRE_RETURN_IF_ERROR(ReadSizes(text, config));
+  QUIRE_RETURN_IF_ERROR(ReadByMixers(text, architecture, config));
+  QUIRE_RETURN_IF_ERROR(ReadSpecialTokens(text, config));
+  QUIRE_RETURN_IF_ERROR(ReadOuter(json, config));
   if (generation_config.empty()) return config;
   const std::string generation_path = GenerationConfigPath(path);
   QUIRE_ASSIGN_OR_RETURN(const nlohmann::json generation,

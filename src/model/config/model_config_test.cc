@@ -331,9 +331,10 @@ TEST(Architecture, IsFoundByNameOrListsTheKnownOnes) {
   EXPECT_EQ(unknown.status().code(), StatusCode::kBadArgument);
   EXPECT_EQ(unknown.status().message(),
             "m/config.json.architectures: \"GPT2LMHead\" is not known; known are LlamaForCausalLM, "
-            "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Gemma2ForCausalLM, "
-            "Gemma3ForCausalLM, Mamba2ForCausalLM, Qwen3NextForCausalLM, DeepseekV2ForCausalLM, "
-            "DeepseekV3ForCausalLM");
+            "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM, "
+            "Qwen3MoeForCausalLM, Phi3ForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, "
+            "Gemma3ForConditionalGeneration, Mamba2ForCausalLM, Qwen3NextForCausalLM, "
+            "DeepseekV2ForCausalLM, DeepseekV3ForCausalLM");
 }
 
 struct WindowCase {
@@ -349,6 +350,9 @@ TEST(Architecture, SaysWhichLayersHaveAWindow) {
       {kMistral, {{"sliding_window", nullptr}}, {0, 0}},
       {kMistral, {{"sliding_window", 2047}}, {2047, 2047}},
       {kMistral, {{"sliding_window", 2048}}, {0, 0}},  // all positions that there are
+      {kPhi3, {{"sliding_window", 100}}, {100, 100}},
+      {kQwen3Moe, {{"sliding_window", 100}}, {0, 0}},
+      {kQwen2Moe, {{"sliding_window", 0}}, {0, 0}},  // as transformers 5 writes it
       {kQwen2, {{"sliding_window", 100}}, {0, 0}},
       {kQwen2, {{"sliding_window", 100}, {"use_sliding_window", true}}, {0, 0}},
       {kQwen2,
@@ -449,6 +453,101 @@ TEST(ModelConfig, NamesWhatGemmaMayNotSay) {
   for (const auto& [field, value, message] : cases) {
     const Json json = With(GemmaForm("Gemma3ForCausalLM"), field, value);
     const Result<ModelConfig> config = ParseModelConfig(json.dump(), "", "m/config.json");
+    ASSERT_FALSE(config.ok()) << field;
+    EXPECT_EQ(config.status().code(), StatusCode::kBadArgument);
+    EXPECT_NE(config.status().message().find(message), std::string::npos)
+        << config.status().ToString();
+  }
+}
+
+// As the 4B model is published, whose object of the text model leaves out most fields.
+Json TextPartForm() {
+  return Json::parse(R"({
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+    "eos_token_id": [1, 106], "mm_tokens_per_image": 256, "image_token_index": 262144,
+    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                    "num_hidden_layers": 34, "sliding_window": 1024,
+                    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+    "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27}})");
+}
+
+TEST(ModelConfig, ReadsTheTextPartOfAModelThatKnowsImages) {
+  const ModelConfig config = ParseOk(TextPartForm());
+  EXPECT_EQ(config.vocab_size, 262'208);
+  EXPECT_EQ(config.hidden_size, 2560);
+  EXPECT_EQ(config.num_hidden_layers, 34);
+  EXPECT_EQ(config.num_attention_heads, 8);
+  EXPECT_EQ(config.num_key_value_heads, 4);
+  EXPECT_EQ(config.head_dim, 256);
+  EXPECT_EQ(config.max_position_embeddings, 131'072);
+  EXPECT_EQ(config.rope.factor, 8);
+  EXPECT_EQ(config.window.size, 1024);
+  EXPECT_TRUE(config.tie_word_embeddings);
+  EXPECT_EQ(config.eos_token_ids, (std::vector<int64_t>{1, 106}));
+  EXPECT_EQ(config.bos_token_id, 2);
+  EXPECT_FALSE(ParseOk(With(TextPartForm(), "tie_word_embeddings", false)).tie_word_embeddings);
+  EXPECT_TRUE(ParseOk(With(TextPartForm(), "quantization_config",
+                           {{"quant_method", "fp8"}, {"weight_block_size", {128, 128}}}))
+                  .quantisation.has_value());
+}
+
+TEST(ModelConfig, NamesWhatTheTextPartMayNotSay) {
+  const auto refusal = [](const Json& json) { return Parse(json).status().ToString(); };
+  Json json = TextPartForm();
+  json["text_config"]["num_attention_heads"] = 0;
+  EXPECT_NE(refusal(json).find("m/config.json.text_config.num_attention_heads: 0 is not in"),
+            std::string::npos)
+      << refusal(json);
+  for (const Json& text : {Json(3), Json::array(), Json("text")}) {
+    json = With(TextPartForm(), "text_config", text);
+    EXPECT_NE(refusal(json).find("m/config.json.text_config: expected an object"),
+              std::string::npos)
+        << refusal(json);
+  }
+  json.erase("text_config");
+  EXPECT_NE(refusal(json).find("\"text_config\" is missing"), std::string::npos) << refusal(json);
+}
+
+TEST(ModelConfig, ReadsTheExpertsOfTheQwenFamily) {
+  const Json second = With(OldForm(), "architectures", {"Qwen2MoeForCausalLM"});
+  const ModelConfig filled = ParseOk(second);
+  EXPECT_EQ(filled.experts.count, 60);
+  EXPECT_EQ(filled.experts.per_token, 4);
+  EXPECT_EQ(filled.experts.intermediate_size, 1408);
+  EXPECT_EQ(filled.experts.shared_intermediate_size, 5632);
+  EXPECT_TRUE(filled.experts.has_shared_gate);
+  EXPECT_FALSE(filled.experts.normalises);
+  EXPECT_EQ(filled.sparse_layers, (std::vector<uint8_t>{1, 1}));
+  Json third = With(OldForm(), "architectures", {"Qwen3MoeForCausalLM"});
+  third["shared_expert_intermediate_size"] = 64;
+  EXPECT_EQ(ParseOk(third).experts.count, 128);
+  EXPECT_EQ(ParseOk(third).experts.shared_intermediate_size, 0);
+  third.update({{"num_local_experts", 6},
+                {"norm_topk_prob", true},
+                {"mlp_only_layers", {1}},
+                {"num_experts_per_tok", 3}});
+  const ModelConfig config = ParseOk(third);
+  EXPECT_EQ(config.experts.count, 6);
+  EXPECT_EQ(config.experts.per_token, 3);
+  EXPECT_TRUE(config.experts.normalises);
+  EXPECT_EQ(config.sparse_layers, (std::vector<uint8_t>{1, 0}));
+}
+
+TEST(ModelConfig, NamesWhatExpertsAndPhi3MayNotSay) {
+  const std::tuple<const char*, const char*, Json, const char*> cases[] = {
+      {"Qwen3MoeForCausalLM", "num_experts", 1 << 20, ".num_experts: 1048576 is not in"},
+      {"Qwen3MoeForCausalLM", "num_experts_per_tok", 129, ".num_experts_per_tok: 129 is not in"},
+      {"Qwen2MoeForCausalLM", "moe_intermediate_size", 0, ".moe_intermediate_size: 0 is not in"},
+      {"Qwen3MoeForCausalLM", "use_sliding_window", true, ".use_sliding_window: true; windows"},
+      {"Phi3ForCausalLM",
+       "rope_scaling",
+       {{"type", "linear"}, {"factor", 2.0}},
+       ".rope_scaling: it must be default or longrope"},
+      {"Phi3ForCausalLM", "hidden_act", "mish", ".hidden_act: \"mish\" is not known"},
+  };
+  for (const auto& [name, field, value, message] : cases) {
+    const Result<ModelConfig> config =
+        Parse(With(With(OldForm(), "architectures", {name}), field, value));
     ASSERT_FALSE(config.ok()) << field;
     EXPECT_EQ(config.status().code(), StatusCode::kBadArgument);
     EXPECT_NE(config.status().message().find(message), std::string::npos)

@@ -8,6 +8,11 @@ const Architecture kQwen3Next = {
     .name = "Qwen3NextForCausalLM",
     .mixers = MixerRule::kHybrid,
     .norm_offset = 1.0F,
+    .experts = {.count = 512,
+                .per_token = 10,
+                .intermediate_size = 512,
+                .shared_intermediate_size = 512,
+                .normalises = true},
 };
 
 }  // namespace quire

@@ -1,6 +1,7 @@
 #include "model/layers/gated_mlp.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace quire {
 
@@ -8,10 +9,10 @@ Result<GatedMlp> GatedMlp::Load(WeightLoader& loader, const std::string& prefix,
                                 const GatedMlpShape& shape) {
   GatedMlp mlp;
   mlp.activation_ = shape.activation;
-  QUIRE_ASSIGN_OR_RETURN(mlp.gate_up_,
-                         loader.Linear({{prefix + "gate_proj", shape.intermediate_size},
-                                        {prefix + "up_proj", shape.intermediate_size}},
-                                       shape.hidden_size, shape.has_bias));
+  std::vector<LinearPart> parts = {{prefix + "gate_proj", shape.intermediate_size},
+                                   {prefix + "up_proj", shape.intermediate_size}};
+  if (shape.fused) parts = {{prefix + "gate_up_proj", 2 * shape.intermediate_size}};
+  QUIRE_ASSIGN_OR_RETURN(mlp.gate_up_, loader.Linear(parts, shape.hidden_size, shape.has_bias));
   QUIRE_ASSIGN_OR_RETURN(mlp.down_, loader.Linear({{prefix + "down_proj", shape.hidden_size}},
                                                   shape.intermediate_size, shape.has_bias));
   return mlp;

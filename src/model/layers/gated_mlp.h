@@ -17,12 +17,13 @@ struct GatedMlpShape {
   int64_t hidden_size;
   int64_t intermediate_size;
   bool has_bias = false;
+  bool fused = false;  // the checkpoint has gate and up as one matrix
   Activation activation = Activation::kSilu;
 };
 
 class GatedMlp final : public Mlp {
  public:
-  // The tensors `prefix`gate_proj, up_proj and down_proj.
+  // The tensors `prefix`gate_proj, up_proj (or gate_up_proj) and down_proj.
   static Result<GatedMlp> Load(WeightLoader& loader, const std::string& prefix,
                                const GatedMlpShape& shape);
 

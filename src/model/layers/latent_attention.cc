@@ -61,7 +61,19 @@ Status LatentAttention::LoadLatents(WeightLoader& loader, const std::string& pre
                                             config.hidden_size, config.attention_bias));
   QUIRE_ASSIGN_OR_RETURN(kv_norm_,
                          loader.Vector(prefix + "kv_a_layernorm.weight", config_.kv_rank));
-  // A head's key is K x, so q (K x) = (K^T q) x.
+  // A head's key is K x, so q (K x) = (K^T q) x. GGUF files may have K^T and V apart.
+  const std::string keys = prefix + "k_b_proj";
+  if (loader.HasSlices(keys)) {
+    const HeadSlice key[] = {{.rows = config_.kv_rank, .transposed = false}};
+    const HeadSlice value[] = {{.rows = config_.v_dim, .transposed = false}};
+    QUIRE_ASSIGN_OR_RETURN(HeadMatrices into,
+                           loader.LinearSlices(keys, heads_, key, config_.nope_dim));
+    QUIRE_ASSIGN_OR_RETURN(HeadMatrices out_of, loader.LinearSlices(prefix + "v_b_proj", heads_,
+                                                                    value, config_.kv_rank));
+    into_latent_ = std::move(into[0]);
+    out_of_latent_ = std::move(out_of[0]);
+    return Status();
+  }
   const HeadSlice slices[] = {{.rows = config_.nope_dim, .transposed = true},
                               {.rows = config_.v_dim, .transposed = false}};
   QUIRE_ASSIGN_OR_RETURN(HeadMatrices parts, loader.LinearSlices(prefix + "kv_b_proj", heads_,

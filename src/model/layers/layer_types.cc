@@ -102,6 +102,7 @@ Result<std::unique_ptr<Mlp>> LoadMlp(const LayerInputs& inputs, int64_t index) {
                                         {.hidden_size = config.hidden_size,
                                          .intermediate_size = config.intermediate_size,
                                          .has_bias = HasBias(inputs.architecture.mlp_bias, config),
+                                         .fused = inputs.architecture.fused,
                                          .activation = config.activation}));
   return std::unique_ptr<Mlp>(std::make_unique<GatedMlp>(std::move(mlp)));
 }

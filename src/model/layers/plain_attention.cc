@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <utility>
+#include <vector>
 
 namespace quire {
 
@@ -19,11 +20,11 @@ Result<std::unique_ptr<Mixer>> PlainAttention::Load(WeightLoader& loader, const 
   }
   const int64_t q_width = config.num_attention_heads * config.head_dim;
   const int64_t kv_width = config.num_key_value_heads * config.head_dim;
-  QUIRE_ASSIGN_OR_RETURN(mixer->qkv_,
-                         loader.Linear({{prefix + "q_proj", q_width},
-                                        {prefix + "k_proj", kv_width},
-                                        {prefix + "v_proj", kv_width}},
-                                       config.hidden_size, HasBias(architecture.qkv_bias, config)));
+  std::vector<LinearPart> parts = {
+      {prefix + "q_proj", q_width}, {prefix + "k_proj", kv_width}, {prefix + "v_proj", kv_width}};
+  if (architecture.fused) parts = {{prefix + "qkv_proj", q_width + 2 * kv_width}};
+  QUIRE_ASSIGN_OR_RETURN(mixer->qkv_, loader.Linear(parts, config.hidden_size,
+                                                    HasBias(architecture.qkv_bias, config)));
   QUIRE_ASSIGN_OR_RETURN(mixer->o_, loader.Linear({{prefix + "o_proj", config.hidden_size}},
                                                   q_width, HasBias(architecture.o_bias, config)));
   return std::unique_ptr<Mixer>(std::move(mixer));

@@ -34,10 +34,26 @@ Status RecurrentMixer::LoadShared(WeightLoader& loader, const std::string& prefi
     QUIRE_ASSIGN_OR_RETURN(conv_bias_, loader.Vector(prefix + "conv1d.bias", shape.conv_channels));
   }
   QUIRE_ASSIGN_OR_RETURN(step_bias_, loader.Vector(prefix + "dt_bias", shape.num_heads));
-  // Stored are the logarithms of what is taken off.
-  QUIRE_ASSIGN_OR_RETURN(decay_rates_, loader.Vector(prefix + "A_log", shape.num_heads));
-  for (float& rate : decay_rates_) rate = -std::exp(rate);
+  QUIRE_RETURN_IF_ERROR(LoadDecayRates(loader, prefix));
   QUIRE_ASSIGN_OR_RETURN(norm_, loader.Vector(prefix + "norm.weight", shape.norm_size));
+  return Status();
+}
+
+Status RecurrentMixer::LoadDecayRates(WeightLoader& loader, const std::string& prefix) {
+  if (!loader.Has(prefix + "A")) {
+    // Stored are the logarithms of what is taken off.
+    QUIRE_ASSIGN_OR_RETURN(decay_rates_, loader.Vector(prefix + "A_log", shape_.num_heads));
+    for (float& rate : decay_rates_) rate = -std::exp(rate);
+    return Status();
+  }
+  QUIRE_ASSIGN_OR_RETURN(decay_rates_, loader.Vector(prefix + "A", shape_.num_heads));
+  for (const float rate : decay_rates_) {
+    if (rate <= 0) continue;
+    return Status(StatusCode::kCorrupt, "tensor " + prefix + "A has the rate " +
+                                            std::to_string(rate) +
+                                            "; a state is forgotten at rates below zero: the file "
+                                            "is damaged, fetch it again");
+  }
   return Status();
 }
 

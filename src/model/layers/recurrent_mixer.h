@@ -58,6 +58,8 @@ class RecurrentMixer : public Mixer {
   void ProjectOut(const MixerRun& run, const float* o) const;
 
  private:
+  Status LoadDecayRates(WeightLoader& loader, const std::string& prefix);
+
   Shape shape_ = {};
   LinearWeights in_;
   LinearWeights out_;

@@ -18,6 +18,17 @@ constexpr int64_t kTestChunk = 2048;
 bool IsGemma(const TestModel& model) { return model.architecture.starts_with("Gemma"); }
 bool IsMamba(const TestModel& model) { return model.architecture == "Mamba2ForCausalLM"; }
 bool IsHybrid(const TestModel& model) { return model.architecture == "Qwen3NextForCausalLM"; }
+bool IsPhi3(const TestModel& model) { return model.architecture == "Phi3ForCausalLM"; }
+bool IsQwen2Moe(const TestModel& model) { return model.architecture == "Qwen2MoeForCausalLM"; }
+bool IsQwen3Moe(const TestModel& model) { return model.architecture == "Qwen3MoeForCausalLM"; }
+// The text part of a model that knows images.
+bool IsTextPart(const TestModel& model) {
+  return model.architecture == "Gemma3ForConditionalGeneration";
+}
+bool HasHeadNorms(const TestModel& model) {
+  return model.architecture == "Qwen3ForCausalLM" || IsQwen3Moe(model) ||
+         model.architecture.starts_with("Gemma3");
+}
 bool IsDeepseek(const TestModel& model) { return model.architecture.starts_with("Deepseek"); }
 
 // Appends tensors with values from one random stream.
@@ -65,34 +76,59 @@ class TensorMaker {
   std::vector<TestTensor> tensors_;
 };
 
-void AddLayer(const TestModel& model, const std::string& prefix, TensorMaker& maker) {
-  const std::string attention = prefix + "self_attn.";
-  const std::string mlp = prefix + "mlp.";
+// Sizes are read where a model finds them.
+int64_t Size(const nlohmann::json& config, const char* field) {
+  return config.at(field).get<int64_t>();
+}
+
+void AddExperts(const nlohmann::json& config, const std::string& prefix, TensorMaker& maker) {
+  const int64_t hidden = Size(config, "hidden_size");
+  maker.AddLinear(prefix + "gate", Size(config, "num_experts"), hidden, false);
+  for (int64_t e = 0; e < Size(config, "num_experts"); ++e) {
+    maker.AddMlp(prefix + "experts." + std::to_string(e) + ".", hidden,
+                 Size(config, "moe_intermediate_size"));
+  }
+  if (!config.contains("shared_expert_intermediate_size")) return;
+  maker.AddMlp(prefix + "shared_expert.", hidden, Size(config, "shared_expert_intermediate_size"));
+  maker.AddLinear(prefix + "shared_expert_gate", 1, hidden, false);
+}
+
+void AddPhi3Matrices(const TestModel& model, const std::string& prefix, TensorMaker& maker) {
   const int64_t q_width = model.num_attention_heads * model.head_dim;
   const int64_t kv_width = model.num_key_value_heads * model.head_dim;
-  const bool qkv_bias = model.attention_bias || model.architecture == "Qwen2ForCausalLM";
-  maker.AddNorm(prefix + "input_layernorm", model.hidden_size);
+  const int64_t hidden = model.hidden_size;
+  maker.AddLinear(prefix + "self_attn.qkv_proj", q_width + 2 * kv_width, hidden, false);
+  maker.AddLinear(prefix + "self_attn.o_proj", hidden, q_width, false);
+  maker.AddLinear(prefix + "mlp.gate_up_proj", 2 * model.intermediate_size, hidden, false);
+  maker.AddLinear(prefix + "mlp.down_proj", hidden, model.intermediate_size, false);
+}
+
+void AddPlainAttention(const TestModel& model, const std::string& attention, TensorMaker& maker) {
+  const int64_t q_width = model.num_attention_heads * model.head_dim;
+  const int64_t kv_width = model.num_key_value_heads * model.head_dim;
+  const bool qkv_bias =
+      model.attention_bias || model.architecture == "Qwen2ForCausalLM" || IsQwen2Moe(model);
   maker.AddLinear(attention + "q_proj", q_width, model.hidden_size, qkv_bias);
   maker.AddLinear(attention + "k_proj", kv_width, model.hidden_size, qkv_bias);
   maker.AddLinear(attention + "v_proj", kv_width, model.hidden_size, qkv_bias);
   maker.AddLinear(attention + "o_proj", model.hidden_size, q_width, model.attention_bias);
-  if (model.architecture == "Qwen3ForCausalLM" || model.architecture == "Gemma3ForCausalLM") {
-    maker.AddNorm(attention + "q_norm", model.head_dim);
-    maker.AddNorm(attention + "k_norm", model.head_dim);
-  }
+  if (!HasHeadNorms(model)) return;
+  maker.AddNorm(attention + "q_norm", model.head_dim);
+  maker.AddNorm(attention + "k_norm", model.head_dim);
+}
+
+void AddLayer(const TestModel& model, const nlohmann::json& config, const std::string& prefix,
+              TensorMaker& maker) {
+  maker.AddNorm(prefix + "input_layernorm", model.hidden_size);
+  if (!IsPhi3(model)) AddPlainAttention(model, prefix + "self_attn.", maker);
   maker.AddNorm(prefix + "post_attention_layernorm", model.hidden_size);
   if (IsGemma(model)) {
     maker.AddNorm(prefix + "pre_feedforward_layernorm", model.hidden_size);
     maker.AddNorm(prefix + "post_feedforward_layernorm", model.hidden_size);
   }
-  maker.AddLinear(mlp + "gate_proj", model.intermediate_size, model.hidden_size, model.mlp_bias);
-  maker.AddLinear(mlp + "up_proj", model.intermediate_size, model.hidden_size, model.mlp_bias);
-  maker.AddLinear(mlp + "down_proj", model.hidden_size, model.intermediate_size, model.mlp_bias);
-}
-
-// Sizes are read where a model finds them.
-int64_t Size(const nlohmann::json& config, const char* field) {
-  return config.at(field).get<int64_t>();
+  if (IsPhi3(model)) return AddPhi3Matrices(model, prefix, maker);
+  if (IsQwen2Moe(model) || IsQwen3Moe(model)) return AddExperts(config, prefix + "mlp.", maker);
+  maker.AddMlp(prefix + "mlp.", model.hidden_size, model.intermediate_size, model.mlp_bias);
 }
 
 void AddStateSpaceLayer(const nlohmann::json& config, const std::string& prefix,
@@ -125,17 +161,6 @@ void AddGatedDelta(const nlohmann::json& config, const std::string& prefix, Tens
   maker.AddRates(prefix, value_heads);
   maker.Add(prefix + "norm.weight", {Size(config, "linear_value_head_dim")}, 1.0, 0.2);
   maker.AddLinear(prefix + "out_proj", hidden, values, false);
-}
-
-void AddExperts(const nlohmann::json& config, const std::string& prefix, TensorMaker& maker) {
-  const int64_t hidden = Size(config, "hidden_size");
-  maker.AddLinear(prefix + "gate", Size(config, "num_experts"), hidden, false);
-  for (int64_t e = 0; e < Size(config, "num_experts"); ++e) {
-    maker.AddMlp(prefix + "experts." + std::to_string(e) + ".", hidden,
-                 Size(config, "moe_intermediate_size"));
-  }
-  maker.AddMlp(prefix + "shared_expert.", hidden, Size(config, "shared_expert_intermediate_size"));
-  maker.AddLinear(prefix + "shared_expert_gate", 1, hidden, false);
 }
 
 // Every second layer is one of attention, every first has experts.
@@ -241,6 +266,13 @@ nlohmann::json StateSpaceFields() {
           {"expand", 2},    {"conv_kernel", 4}, {"use_bias", false}};
 }
 
+nlohmann::json ExpertFields(const TestModel& model) {
+  nlohmann::json fields = {
+      {"num_experts", 5}, {"num_experts_per_tok", 2}, {"moe_intermediate_size", 20}};
+  if (IsQwen2Moe(model)) fields["shared_expert_intermediate_size"] = 28;
+  return fields;
+}
+
 nlohmann::json HybridFields(int64_t layer_count) {
   nlohmann::json types = nlohmann::json::array();
   for (int64_t i = 0; i < layer_count; ++i) {
@@ -264,10 +296,11 @@ void AddAnyLayer(const TestModel& model, const nlohmann::json& config, int64_t i
                  TensorMaker& maker) {
   const std::string number = std::to_string(index) + ".";
   if (IsMamba(model)) return AddStateSpaceLayer(config, "backbone.layers." + number, maker);
-  const std::string prefix = "model.layers." + number;
+  const std::string prefix =
+      (IsTextPart(model) ? "language_model." : "") + ("model.layers." + number);
   if (IsDeepseek(model)) return AddDeepseekLayer(model, index, config, prefix, maker);
   if (IsHybrid(model)) return AddHybridLayer(model, index, config, prefix, maker);
-  AddLayer(model, prefix, maker);
+  AddLayer(model, config, prefix, maker);
 }
 
 }  // namespace
@@ -301,8 +334,13 @@ nlohmann::json TestConfig(const TestModel& model) {
   if (IsMamba(model)) config.update(StateSpaceFields());
   if (IsDeepseek(model)) config.update(DeepseekFields(model));
   if (IsHybrid(model)) config.update(HybridFields(model.num_hidden_layers));
+  if (IsQwen2Moe(model) || IsQwen3Moe(model)) config.update(ExpertFields(model));
   config.update(model.extra);
-  return config;
+  if (!IsTextPart(model)) return config;
+  config.erase("architectures");
+  return {{"architectures", {model.architecture}},
+          {"tie_word_embeddings", model.tie_word_embeddings},
+          {"text_config", config}};
 }
 
 std::vector<TestTensor> TestTensors(const TestModel& model) {
@@ -312,12 +350,13 @@ std::vector<TestTensor> TestTensors(const TestModel& model) {
       model.tie_word_embeddings ? 1.0 / std::sqrt(static_cast<double>(model.hidden_size)) : 1.0;
   const nlohmann::json config = TestConfig(model);
   const bool is_mamba = IsMamba(model);
-  maker.Add(is_mamba ? "backbone.embeddings.weight" : "model.embed_tokens.weight",
+  const std::string outer = IsTextPart(model) ? "language_model." : "";
+  maker.Add(is_mamba ? "backbone.embeddings.weight" : outer + "model.embed_tokens.weight",
             {model.vocab_size, model.hidden_size}, 0.0, embedding_deviation);
   for (int64_t i = 0; i < model.num_hidden_layers; ++i) AddAnyLayer(model, config, i, maker);
-  maker.AddNorm(is_mamba ? "backbone.norm_f" : "model.norm", model.hidden_size);
+  maker.AddNorm(is_mamba ? "backbone.norm_f" : outer + "model.norm", model.hidden_size);
   if (!model.tie_word_embeddings) {
-    maker.AddLinear("lm_head", model.vocab_size, model.hidden_size, false);
+    maker.AddLinear(outer + "lm_head", model.vocab_size, model.hidden_size, false);
   }
   return maker.Take();
 }

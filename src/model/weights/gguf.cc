@@ -69,26 +69,68 @@ struct NamePair {
 };
 constexpr NamePair kModelNames[] = {
     {"token_embd", "model.embed_tokens"}, {"output_norm", "model.norm"}, {"output", "lm_head"}};
-constexpr NamePair kLayerNames[] = {
-    {"attn_norm", "input_layernorm"},    {"attn_q", "self_attn.q_proj"},
-    {"attn_k", "self_attn.k_proj"},      {"attn_v", "self_attn.v_proj"},
-    {"attn_output", "self_attn.o_proj"}, {"attn_q_norm", "self_attn.q_norm"},
-    {"attn_k_norm", "self_attn.k_norm"}, {"ffn_norm", "post_attention_layernorm"},
-    {"ffn_gate", "mlp.gate_proj"},       {"ffn_up", "mlp.up_proj"},
-    {"ffn_down", "mlp.down_proj"}};
+constexpr NamePair kLayerNames[] = {{"attn_norm", "input_layernorm"},
+                                    {"attn_q", "self_attn.q_proj"},
+                                    {"attn_k", "self_attn.k_proj"},
+                                    {"attn_v", "self_attn.v_proj"},
+                                    {"attn_output", "self_attn.o_proj"},
+                                    {"attn_q_norm", "self_attn.q_norm"},
+                                    {"attn_k_norm", "self_attn.k_norm"},
+                                    {"ffn_norm", "post_attention_layernorm"},
+                                    {"ffn_gate", "mlp.gate_proj"},
+                                    {"ffn_up", "mlp.up_proj"},
+                                    {"ffn_down", "mlp.down_proj"},
+                                    {"ffn_gate_inp", "mlp.gate"},
+                                    {"ffn_gate_inp_shexp", "mlp.shared_expert_gate"},
+                                    {"ffn_gate_shexp", "mlp.shared_expert.gate_proj"},
+                                    {"ffn_up_shexp", "mlp.shared_expert.up_proj"},
+                                    {"ffn_down_shexp", "mlp.shared_expert.down_proj"}};
+// A tensor of all experts of a layer.
+constexpr NamePair kExpertNames[] = {
+    {"ffn_gate_exps", "gate_proj"}, {"ffn_up_exps", "up_proj"}, {"ffn_down_exps", "down_proj"}};
+// One tensor where others have two or three.
+constexpr NamePair kPhi3Names[] = {{"attn_qkv", "self_attn.qkv_proj"},
+                                   {"ffn_up", "mlp.gate_up_proj"}};
+constexpr NamePair kDeepseekNames[] = {{"attn_q_a", "self_attn.q_a_proj"},
+                                       {"attn_q_a_norm", "self_attn.q_a_layernorm"},
+                                       {"attn_q_b", "self_attn.q_b_proj"},
+                                       {"attn_kv_a_mqa", "self_attn.kv_a_proj_with_mqa"},
+                                       {"attn_kv_a_norm", "self_attn.kv_a_layernorm"},
+                                       {"attn_kv_b", "self_attn.kv_b_proj"},
+                                       {"attn_k_b", "self_attn.k_b_proj"},
+                                       {"attn_v_b", "self_attn.v_b_proj"},
+                                       {"ffn_gate_shexp", "mlp.shared_experts.gate_proj"},
+                                       {"ffn_up_shexp", "mlp.shared_experts.up_proj"},
+                                       {"ffn_down_shexp", "mlp.shared_experts.down_proj"}};
+constexpr NamePair kMamba2ModelNames[] = {{"token_embd", "backbone.embeddings"},
+                                          {"output_norm", "backbone.norm_f"},
+                                          {"output", "lm_head"}};
+constexpr NamePair kMamba2Names[] = {{"attn_norm", "norm"},
+                                     {"ssm_in", "mixer.in_proj"},
+                                     {"ssm_conv1d", "mixer.conv1d"},
+                                     {"ssm_norm", "mixer.norm"},
+                                     {"ssm_out", "mixer.out_proj"}};
+// Names, each with all that stands behind the layer, that become whole names.
+constexpr NamePair kWholeNames[] = {{"exp_probs_b.bias", "mlp.gate.e_score_correction_bias"},
+                                    {"ssm_dt.bias", "mixer.dt_bias"},
+                                    {"ssm_a", "mixer.A"},
+                                    {"ssm_d", "mixer.D"}};
 // Norms around attention and MLP.
 constexpr NamePair kGemmaNames[] = {{"post_attention_norm", "post_attention_layernorm"},
                                     {"ffn_norm", "pre_feedforward_layernorm"},
                                     {"post_ffw_norm", "post_feedforward_layernorm"}};
-constexpr std::string_view kArchitectures[] = {"llama", "qwen2", "qwen3", "gemma2", "gemma3"};
+constexpr std::string_view kArchitectures[] = {"llama",     "qwen2", "qwen3",    "gemma2",
+                                               "gemma3",    "phi3",  "qwen2moe", "qwen3moe",
+                                               "deepseek2", "mamba2"};
 
 bool IsGemma(std::string_view architecture) { return architecture.starts_with("gemma"); }
 
-// A tensor's name cut at dots: [blk.LAYER.]part.(weight|bias).
+// A tensor's name cut at dots: [blk.LAYER.]part[.(weight|bias)].
 struct GgufName {
   std::string_view layer;  // empty: of the whole model
+  std::string_view whole;  // what stands behind the layer
   std::string_view part;
-  std::string_view kind;
+  std::string_view kind;  // empty: there is none
 };
 
 std::optional<GgufName> Split(std::string_view stored) {
@@ -101,33 +143,49 @@ std::optional<GgufName> Split(std::string_view stored) {
     stored.remove_prefix(dot + 1);
   }
   const size_t dot = stored.find('.');
-  if (dot == stored.npos) return std::nullopt;
+  name.whole = stored;
   name.part = stored.substr(0, dot);
-  name.kind = stored.substr(dot + 1);
+  if (dot != stored.npos) name.kind = stored.substr(dot + 1);
   return name;
+}
+
+// Null: it is none of these.
+const NamePair* FindAmong(std::span<const NamePair> known, std::string_view part) {
+  const auto found = std::ranges::find(known, part, &NamePair::stored);
+  return found == known.end() ? nullptr : &*found;
 }
 
 // Null: it is not known.
 const NamePair* FindPart(std::string_view architecture, const GgufName& name) {
-  const auto find = [&name](std::span<const NamePair> known) {
-    const auto found = std::ranges::find(known, name.part, &NamePair::stored);
-    return found == known.end() ? nullptr : &*found;
-  };
-  if (name.layer.empty()) return find(kModelNames);
-  if (IsGemma(architecture)) {
-    if (const NamePair* const found = find(kGemmaNames)) return found;
+  const bool is_mamba2 = architecture == "mamba2";
+  if (name.layer.empty()) {
+    std::span<const NamePair> of_model = kModelNames;
+    if (is_mamba2) of_model = kMamba2ModelNames;
+    return FindAmong(of_model, name.part);
   }
-  return find(kLayerNames);
+  std::span<const NamePair> own;
+  if (is_mamba2) own = kMamba2Names;
+  if (IsGemma(architecture)) own = kGemmaNames;
+  if (architecture == "phi3") own = kPhi3Names;
+  if (architecture == "deepseek2") own = kDeepseekNames;
+  const NamePair* const found = FindAmong(own, name.part);
+  return found != nullptr ? found : FindAmong(kLayerNames, name.part);
+}
+
+std::string LayerName(std::string_view architecture, const GgufName& name) {
+  const std::string layers = architecture == "mamba2" ? "backbone.layers." : "model.layers.";
+  return layers + std::string(name.layer) + ".";
 }
 
 // A name that is not known stays: nothing asks for it.
 std::string NameInCheckpoint(std::string_view architecture, std::string_view stored) {
   const std::optional<GgufName> name = Split(stored);
   if (!name) return std::string(stored);
+  const std::string prefix = name->layer.empty() ? "" : LayerName(architecture, *name);
+  const NamePair* const whole = FindAmong(kWholeNames, name->whole);
+  if (whole != nullptr && !prefix.empty()) return prefix + std::string(whole->name);
   const NamePair* const found = FindPart(architecture, *name);
-  if (found == nullptr) return std::string(stored);
-  const std::string prefix =
-      name->layer.empty() ? "" : "model.layers." + std::string(name->layer) + ".";
+  if (found == nullptr || name->kind.empty()) return std::string(stored);
   return prefix + std::string(found->name) + "." + std::string(name->kind);
 }
 
@@ -140,6 +198,7 @@ struct GgufMetadata {
   uint64_t alignment = kDefaultAlignment;
   int64_t head_count = 0;  // 0: not given
   int64_t kv_head_count = 0;
+  int64_t expert_count = 0;
 };
 
 class GgufParser {
@@ -164,8 +223,7 @@ class GgufParser {
     QUIRE_RETURN_IF_ERROR(CheckMetadata());
     StoredTensors stored;
     for (uint64_t i = 0; i < tensor_count; ++i) {
-      QUIRE_ASSIGN_OR_RETURN(StoredTensor tensor, ReadTensor());
-      stored.tensors.push_back(std::move(tensor));
+      QUIRE_RETURN_IF_ERROR(ReadTensor(&stored.tensors));
     }
     stored.data_offset = static_cast<int64_t>(RoundUp(position_, metadata_.alignment));
     QUIRE_RETURN_IF_ERROR(CheckPlaces(stored));
@@ -278,6 +336,7 @@ class GgufParser {
     if (key == "general.alignment") metadata_.alignment = value;
     if (key.ends_with(".attention.head_count")) metadata_.head_count = value;
     if (key.ends_with(".attention.head_count_kv")) metadata_.kv_head_count = value;
+    if (key.ends_with(".expert_count")) metadata_.expert_count = value;
     return Status();
   }
 
@@ -300,7 +359,8 @@ class GgufParser {
     return Status();
   }
 
-  Result<StoredTensor> ReadTensor() {
+  // Adds what the checkpoint has for the next tensor: one, or one for each expert.
+  Status ReadTensor(std::vector<StoredTensor>* tensors) {
     QUIRE_ASSIGN_OR_RETURN(const std::string_view name,
                            ReadString(kMaxTensorNameBytes, "the name of a tensor"));
     const std::string what = "tensor " + QuotedName(name);
@@ -329,7 +389,59 @@ class GgufParser {
     tensor.dtype = TypeOf(type).dtype;
     QUIRE_RETURN_IF_ERROR(Place(&tensor, offset, what));
     QUIRE_RETURN_IF_ERROR(NoteRotaryHeads(name, what, &tensor));
-    return tensor;
+    if (const std::optional<GgufName> parts = Split(name); parts && !parts->layer.empty()) {
+      const NamePair* const experts = FindAmong(kExpertNames, parts->part);
+      if (experts != nullptr) return AddExperts(tensor, *parts, experts->name, what, tensors);
+      ShapeAsInCheckpoint(parts->part, &tensor);
+    }
+    tensors->push_back(std::move(tensor));
+    return Status();
+  }
+
+  // The file has some tensors in other shapes.
+  static void ShapeAsInCheckpoint(std::string_view part, StoredTensor* tensor) {
+    std::vector<int64_t>& shape = tensor->shape;
+    // A gate with one output.
+    if (part == "ffn_gate_inp_shexp" && shape.size() == 1) shape.insert(shape.begin(), 1);
+    // A matrix for each head. Sizes of types that are not read may be too large to be multiplied.
+    const bool is_of_heads = part == "attn_k_b" || part == "attn_v_b";
+    if (is_of_heads && shape.size() == 3 && (tensor->dtype || tensor->format)) {
+      shape = {shape[0] * shape[1], shape[2]};
+    }
+    if (shape.size() != 2 || !tensor->dtype) return;
+    // A width of taps for each channel; a number for each head; norms of groups.
+    if (part == "ssm_conv1d") shape.insert(shape.begin() + 1, 1);
+    if (part == "ssm_a" || part == "ssm_d" || part == "ssm_norm") shape = {shape[0] * shape[1]};
+  }
+
+  // Experts lie one after the other, each as a matrix of its own does.
+  Status AddExperts(const StoredTensor& all, const GgufName& name, std::string_view projection,
+                    const std::string& what, std::vector<StoredTensor>* tensors) const {
+    const int64_t count = all.shape.front();
+    if (all.shape.size() != 3 || count != metadata_.expert_count) {
+      return Corrupt(what + " is " + all.TypeAndShape() + "; a matrix for each of the " +
+                     std::to_string(metadata_.expert_count) +
+                     " experts that the metadata \"expert_count\" has is expected");
+    }
+    // One of a type that is not read is enough to say so.
+    const int64_t present = all.dtype || all.format ? count : 1;
+    if (tensors->size() + static_cast<uint64_t>(present) > kMaxTensors) {
+      return Status(StatusCode::kTooLarge, std::string(file_) + ": " + what +
+                                               ": with its experts there are more than " +
+                                               std::to_string(kMaxTensors) + " tensors");
+    }
+    const int64_t bytes = (all.end - all.begin) / present;
+    const std::string prefix = LayerName(metadata_.architecture, name) + "mlp.experts.";
+    const std::string suffix = "." + std::string(projection) + "." + std::string(name.kind);
+    for (int64_t i = 0; i < present; ++i) {
+      StoredTensor expert = all;
+      expert.name = prefix + std::to_string(i) + suffix;
+      expert.shape.erase(expert.shape.begin());
+      expert.begin = all.begin + i * bytes;
+      expert.end = expert.begin + bytes;
+      tensors->push_back(std::move(expert));
+    }
+    return Status();
   }
 
   // Where the tensor's bytes lie after the header.

@@ -130,6 +130,131 @@ TEST(Gguf, OtherArchitecturesKeepTheOrderOfRows) {
   EXPECT_EQ(stored->Find("model.layers.0.self_attn.q_proj.weight")->rotary_head_rows, 0);
 }
 
+TEST(Gguf, Phi3HasFusedMatrices) {
+  File file;
+  file.metadata = {TextEntry("general.architecture", "phi3")};
+  file.tensors = {{"blk.3.attn_qkv.weight", {32, 8}, kQ4Type, 0},
+                  {"blk.3.ffn_up.weight", {32, 8}, kQ4Type, 160}};
+  const auto stored = Parse(file.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  EXPECT_NE(stored->Find("model.layers.3.self_attn.qkv_proj.weight"), nullptr);
+  EXPECT_NE(stored->Find("model.layers.3.mlp.gate_up_proj.weight"), nullptr);
+}
+
+TEST(Gguf, LatentAttentionHasAMatrixOfAllHeads) {
+  File file;
+  file.metadata = {TextEntry("general.architecture", "deepseek2")};
+  file.tensors = {{"blk.3.attn_k_b.weight", {32, 4, 2}, kQ4Type, 0},
+                  {"blk.3.attn_q_a_norm.weight", {8}, kF32Type, 160},
+                  {"blk.3.exp_probs_b.bias", {8}, kF32Type, 192},
+                  {"blk.3.ffn_up_shexp.weight", {32, 4}, kF32Type, 224},
+                  {"blk.3.attn_v_b.weight", {1ULL << 60, 1ULL << 60, 1ULL << 60}, kQ8KType, 736}};
+  file.data_bytes = 768;
+  const auto stored = Parse(file.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  const std::string layer = "model.layers.3.";
+  const StoredTensor* const keys = stored->Find(layer + "self_attn.k_b_proj.weight");
+  ASSERT_NE(keys, nullptr);
+  EXPECT_EQ(keys->shape, (std::vector<int64_t>{8, 32}));
+  EXPECT_NE(stored->Find(layer + "self_attn.q_a_layernorm.weight"), nullptr);
+  EXPECT_NE(stored->Find(layer + "mlp.gate.e_score_correction_bias"), nullptr);
+  EXPECT_NE(stored->Find(layer + "mlp.shared_experts.up_proj.weight"), nullptr);
+  EXPECT_EQ(stored->Find(layer + "self_attn.v_b_proj.weight")->shape.size(), 3U);
+}
+
+TEST(Gguf, Mamba2HasNamesAndShapesOfItsOwn) {
+  File file;
+  file.metadata = {TextEntry("general.architecture", "mamba2")};
+  file.tensors = {{"output_norm.weight", {8}, kF32Type, 0},
+                  {"blk.2.attn_norm.weight", {8}, kF32Type, 32},
+                  {"blk.2.ssm_a", {1, 8}, kF32Type, 64},
+                  {"blk.2.ssm_dt.bias", {8}, kF32Type, 96},
+                  {"blk.2.ssm_conv1d.weight", {4, 8}, kF32Type, 128},
+                  {"blk.2.ssm_norm.weight", {4, 2}, kF32Type, 256},
+                  {"blk.2.ssm_b", {8}, kF32Type, 288}};
+  const auto stored = Parse(file.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  const auto shape = [&](const std::string& name) {
+    const StoredTensor* const tensor = stored->Find(name);
+    return tensor == nullptr ? std::vector<int64_t>() : tensor->shape;
+  };
+  const std::string layer = "backbone.layers.2.";
+  EXPECT_EQ(shape("backbone.norm_f.weight"), std::vector<int64_t>{8});
+  EXPECT_EQ(shape(layer + "norm.weight"), std::vector<int64_t>{8});
+  EXPECT_EQ(shape(layer + "mixer.A"), std::vector<int64_t>{8});
+  EXPECT_EQ(shape(layer + "mixer.dt_bias"), std::vector<int64_t>{8});
+  EXPECT_EQ(shape(layer + "mixer.conv1d.weight"), (std::vector<int64_t>{8, 1, 4}));
+  EXPECT_EQ(shape(layer + "mixer.norm.weight"), std::vector<int64_t>{8});
+  EXPECT_EQ(shape("blk.2.ssm_b"), std::vector<int64_t>{8});
+}
+
+File FileOfExperts() {
+  File file;
+  file.metadata = {TextEntry("general.architecture", "qwen2moe"),
+                   IntEntry("qwen2moe.expert_count", 3)};
+  file.tensors = {{"blk.7.ffn_down_exps.weight", {32, 2, 3}, kQ4Type, 0},
+                  {"blk.7.ffn_gate_inp_shexp.weight", {32}, kF32Type, 128},
+                  {"blk.7.ffn_gate_inp.weight", {8, 3}, kF32Type, 256}};
+  return file;
+}
+
+TEST(Gguf, TensorsOfAllExpertsAreMatricesOfEach) {
+  const auto stored = Parse(FileOfExperts().Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  EXPECT_EQ(stored->tensors.size(), 5U);
+  const std::string mlp = "model.layers.7.mlp.";
+  for (int64_t i = 0; i < 3; ++i) {
+    const StoredTensor* const down =
+        stored->Find(mlp + "experts." + std::to_string(i) + ".down_proj.weight");
+    ASSERT_NE(down, nullptr) << i;
+    EXPECT_EQ(down->format, WeightFormat::kQ4_0);
+    EXPECT_EQ(down->shape, (std::vector<int64_t>{2, 32}));
+    EXPECT_EQ(down->begin, i * 2 * 18);
+    EXPECT_EQ(down->end, (i + 1) * 2 * 18);
+  }
+  const StoredTensor* const gate = stored->Find(mlp + "shared_expert_gate.weight");
+  ASSERT_NE(gate, nullptr);
+  EXPECT_EQ(gate->shape, (std::vector<int64_t>{1, 32}));
+  EXPECT_NE(stored->Find(mlp + "gate.weight"), nullptr);
+}
+
+// Whatever their number: no bytes bound it.
+TEST(Gguf, ExpertsOfATypeThatIsNotReadAreOne) {
+  File file = FileOfExperts();
+  file.metadata.back() = IntEntry("qwen2moe.expert_count", 1U << 31);
+  file.tensors[0] = {"blk.7.ffn_down_exps.weight", {32, 1, 1ULL << 31}, kQ8KType, 0};
+  const auto stored = Parse(file.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  EXPECT_EQ(stored->tensors.size(), 3U);
+  const StoredTensor* const first = stored->Find("model.layers.7.mlp.experts.0.down_proj.weight");
+  ASSERT_NE(first, nullptr);
+  EXPECT_EQ(first->type_name, "Q8_K");
+}
+
+TEST(Gguf, HostileExpertsAreRefused) {
+  File file = FileOfExperts();
+  for (const std::vector<uint64_t>& dimensions :
+       {std::vector<uint64_t>{32, 3}, {32}, {32, 2, 2}, {32, 2, 1}, {32, 1, 3, 1}}) {
+    file.tensors[0].dimensions = dimensions;
+    ExpectRefused(file, StatusCode::kCorrupt, "3 experts that the metadata \"expert_count\"");
+  }
+  file = FileOfExperts();
+  file.tensors[0] = {"blk.7.ffn_down_exps.weight", {32, 1ULL << 40, 3}, kQ4Type, 0};
+  ExpectRefused(file, StatusCode::kCorrupt, "more than the file's");
+  file = FileOfExperts();
+  file.metadata.back() = IntEntry("qwen2moe.expert_count", 1'000'000);
+  file.tensors.insert(file.tensors.begin() + 1,
+                      {"blk.7.ffn_up_exps.weight", {1, 1, 1'000'000}, kF32Type, 352});
+  file.tensors[0].type = kQ8KType;
+  file.tensors[0].dimensions.back() = 1'000'000;
+  file.data_bytes = 4'000'352;
+  ExpectRefused(file, StatusCode::kTooLarge, "with its experts there are more than 1000000");
+  // A name of one expert beside the tensor of all.
+  file = FileOfExperts();
+  file.tensors[1] = {"model.layers.7.mlp.experts.1.down_proj.weight", {32}, kF32Type, 128};
+  ExpectRefused(file, StatusCode::kCorrupt, "stands twice");
+}
+
 TEST(Gguf, MetadataOfAnyTypeIsSkipped) {
   File file;
   file.metadata.push_back(Text("a") + Bytes<uint32_t>(9) + Bytes<uint32_t>(8) + Bytes<uint64_t>(2) +
@@ -155,8 +280,8 @@ TEST(Gguf, HostileHeadersAreRefused) {
   file.version = 1;
   ExpectRefused(file, StatusCode::kBadArgument, "version 1");
   file = {};
-  file.metadata[0] = TextEntry("general.architecture", "mamba2");
-  ExpectRefused(file, StatusCode::kBadArgument, "\"mamba2\"");
+  file.metadata[0] = TextEntry("general.architecture", "mamba");
+  ExpectRefused(file, StatusCode::kBadArgument, "\"mamba\"");
   for (const uint32_t alignment : {0U, 3U, 1U << 21}) {
     file = {};
     file.metadata.push_back(IntEntry("general.alignment", alignment));

@@ -720,8 +720,9 @@ Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t
   if (checkpoint_.Has(PackedSliceName(name, 0, 0))) return MappedSlices(name, heads, slices, k);
   if (IsFloat8(name)) return Float8Slices(name, heads, slices, heads * head_rows, k);
   if (IsQuantised(name)) return QuantisedSlices(name, heads, slices, heads * head_rows, k);
-  const int64_t shape[] = {heads * head_rows, k};
-  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor, FindFloat(name + ".weight", shape));
+  QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor tensor,
+                         FindMatrix(name + ".weight", heads * head_rows, k));
+  if (tensor.stored->format) return GgufSlices(name, heads, slices, tensor);
   const DType from = *tensor.stored->dtype;
   const std::byte* rows = tensor.bytes.data();
   HostMemory aligned;
@@ -733,6 +734,26 @@ Result<HeadMatrices> WeightLoader::LinearSlices(const std::string& name, int64_t
   QUIRE_ASSIGN_OR_RETURN(HeadMatrices matrices, CutSlices(name, rows, from, heads, slices, k));
   if (use_ == WeightUse::kLoad) Checkpoint::Release(tensor);
   return matrices;
+}
+
+bool WeightLoader::HasSlices(const std::string& name) const {
+  return checkpoint_.Has(name + ".weight") || checkpoint_.Has(PackedSliceName(name, 0, 0));
+}
+
+Result<HeadMatrices> WeightLoader::GgufSlices(const std::string& name, int64_t heads,
+                                              std::span<const HeadSlice> slices,
+                                              const CheckpointTensor& tensor) {
+  const WeightFormat format = *tensor.stored->format;
+  const int64_t rows = tensor.stored->shape[0];
+  const int64_t k = tensor.stored->shape[1];
+  return WidenedSlices(name, heads, slices, rows, k, [&](float* values) -> Status {
+    const int64_t row_bytes = StoredRowBytes(format, k);
+    runner_.ParallelFor(rows, [&](int64_t row, int) {
+      DequantiseRow(format, tensor.bytes.data() + row * row_bytes, k, values + row * k);
+    });
+    Checkpoint::Release(tensor);
+    return Status();
+  });
 }
 
 Result<HeadMatrices> WeightLoader::WidenedSlices(const std::string& name, int64_t heads,

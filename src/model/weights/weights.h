@@ -162,6 +162,9 @@ class WeightLoader {
   }
   // The elements of a tensor of any shape, row-major.
   Result<std::vector<float>> Vector(const std::string& name, std::initializer_list<int64_t> shape);
+  bool Has(const std::string& name) const { return checkpoint_.Has(name); }
+  // Whether LinearSlices finds the tensor `name`.weight, or what was packed of it.
+  bool HasSlices(const std::string& name) const;
   Result<RowTable> Rows(const std::string& name, int64_t rows, int64_t dim);
   // Whether Linear keeps the elements of `name`.weight [rows, dim] as they are stored.
   Result<bool> KeepsType(const std::string& name, int64_t rows, int64_t dim);
@@ -221,6 +224,9 @@ class WeightLoader {
   Result<HeadMatrices> WidenedSlices(const std::string& name, int64_t heads,
                                      std::span<const HeadSlice> slices, int64_t rows, int64_t k,
                                      const std::function<Status(float*)>& read);
+  Result<HeadMatrices> GgufSlices(const std::string& name, int64_t heads,
+                                  std::span<const HeadSlice> slices,
+                                  const CheckpointTensor& tensor);
   Result<HeadMatrices> Float8Slices(const std::string& name, int64_t heads,
                                     std::span<const HeadSlice> slices, int64_t rows, int64_t k);
   Result<HeadMatrices> QuantisedSlices(const std::string& name, int64_t heads,

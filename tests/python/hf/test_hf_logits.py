@@ -167,6 +167,61 @@ CASES |= {
     ),
 }
 
+CASES |= {
+    "phi3": ("Phi3", dict(**heads(4, 2), tie_word_embeddings=False)),
+    "phi3-window-part-of-heads-tied": (
+        "Phi3",
+        dict(
+            **heads(4, 1, 32),
+            **WINDOW,
+            tie_word_embeddings=True,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+            },
+        ),
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        dict(
+            **heads(4, 2),
+            original_max_position_embeddings=32,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0 + i / 2 for i in range(8)],
+            },
+        ),
+    ),
+    # The text part of a model that knows images.
+    "gemma3-of-images": (
+        "Gemma3",
+        dict(num_hidden_layers=7, hidden_size=96, **heads(4, 2, 32), **WINDOW, **GEMMA),
+    ),
+}
+EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+CASES |= {
+    "qwen2-moe": (
+        "Qwen2Moe",
+        dict(**heads(4, 2), **EXPERTS, shared_expert_intermediate_size=40),
+    ),
+    "qwen3-moe": ("Qwen3Moe", dict(**heads(4, 2, 32), **EXPERTS, norm_topk_prob=True)),
+    "qwen3-moe-some-experts-biases-tied": (
+        "Qwen3Moe",
+        dict(
+            **heads(8, 2, 16),
+            **EXPERTS,
+            num_hidden_layers=4,
+            decoder_sparse_step=2,
+            mlp_only_layers=[1],
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+}
+
 MAMBA = dict(num_heads=8, head_dim=16, state_size=12, n_groups=2, layer_norm_epsilon=1e-3)
 HYBRID = dict(
     **heads(4, 2, 32),
@@ -311,12 +366,25 @@ CASES |= {
 }
 
 
+def _of_images(options: dict) -> transformers.Gemma3Config:
+    """Text with `options`, and images as small as they can be."""
+    images = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    return transformers.Gemma3Config(
+        text_config={**SMALL, **options},
+        vision_config={**images, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+
+
 def random_model(kind: str, options: dict, seed: int) -> torch.nn.Module:
     """A model in which every part matters: norms away from one and biases away from zero."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
-    causal = "Gemma3" if kind == "Gemma3Text" else kind
-    model = getattr(transformers, f"{causal}ForCausalLM")(config).eval()
+    if kind == "Gemma3":
+        model = transformers.Gemma3ForConditionalGeneration(_of_images(options)).eval()
+    else:
+        config = getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
+        causal = "Gemma3" if kind == "Gemma3Text" else kind
+        model = getattr(transformers, f"{causal}ForCausalLM")(config).eval()
     # Experts one by one: the grouped product knows no float64.
     model.set_experts_implementation("eager")
     with torch.no_grad():
