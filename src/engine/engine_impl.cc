@@ -211,7 +211,7 @@ Status EngineImpl::RunStep() {
 
 Status EngineImpl::Cancel(int64_t request_id) {
   return Enter("Cancel", [&]() -> Status {
-    Request* const request = holders_.requests.Find(request_id);
+    Request* const request = holders_.requests.FindAsked(request_id);
     if (request == nullptr) {
       return Status(StatusCode::kUnknownSequence,
                     "Engine::Cancel: request " + std::to_string(request_id) +

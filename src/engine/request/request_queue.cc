@@ -23,6 +23,11 @@ Request* RequestQueue::Find(int64_t request_id) const {
   return waiting == waiting_.end() ? nullptr : waiting->get();
 }
 
+Request* RequestQueue::FindAsked(int64_t request_id) const {
+  Request* const request = Find(request_id);
+  return request == nullptr || !request->has_outputs() ? nullptr : request;
+}
+
 int64_t RequestQueue::running_samples() const {
   int64_t samples = 0;
   for (const auto& request : running_) samples += request->unfinished_count();

@@ -32,6 +32,9 @@ class RequestQueue {
   bool empty() const { return waiting_.empty() && running_.empty(); }
   // Null if it is not there.
   Request* Find(int64_t request_id) const;
+  // The same, but for the engine's own requests and those of other processes: callers have no ids
+  // of them.
+  Request* FindAsked(int64_t request_id) const;
   // Samples in work that have not ended.
   int64_t running_samples() const;
 
