@@ -64,7 +64,9 @@ EngineImpl::EngineImpl(Parts parts)
       caches_(std::move(parts.cache), std::move(parts.recurrent)),
       facts_(MakeFacts(&parts, caches_)),
       holders_(caches_.state(), facts_.options,
-               RetainedSequencesMax(caches_.pages_total(), caches_.state().forks_anywhere()),
+               {.sequences =
+                    RetainedSequencesMax(caches_.pages_total(), caches_.state().forks_anywhere()),
+                .tokens = RetainedTokensMax(caches_.pages_total(), facts_.options.page_size)},
                std::move(parts.model_drafter), clock_),
       traffic_({.model = facts_.model.get(),
                 .holders = &holders_,

@@ -286,8 +286,8 @@ void StepPlanner::RestartOrFail() {
   Request& request = *holders_.requests.running().front();
   if (request.restarted) {
     owners_.answers.End(&request, FinishReason::kError,
-                        "OutOfPages: request " + std::to_string(request.id) +
-                            " runs alone and the cache has no page left for its next token");
+                        "OutOfPages: the request runs alone, and the cache has no page left for "
+                        "its next token; raise EngineOptions::kv_bytes or lower max_tokens or n");
     return;
   }
   request.restarted = true;
