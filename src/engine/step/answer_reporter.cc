@@ -180,9 +180,9 @@ void AnswerReporter::ReleaseSequence(Request* request, Sample* sample) noexcept 
   QUIRE_CHECK(kept <= sample->computed);
   const Status popped =
       owners_.holders.state.kv().PopN(sample->sequence_id, sample->computed - kept);
-  if (!popped.ok() || sample->finish_reason == FinishReason::kError) {
-    return owners_.holders.sequences.Remove(*request, sample);
-  }
+  // What is wrong with an answer may be wrong with its KV: others that draw from it will show it.
+  const bool is_kept = inherits || sample->finish_reason != FinishReason::kError;
+  if (!popped.ok() || !is_kept) return owners_.holders.sequences.Remove(*request, sample);
   sample->computed = kept;
   if (!inherits) {
     owners_.traffic.store.StoreWhole(*request, sample);
