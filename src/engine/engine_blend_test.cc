@@ -837,7 +837,7 @@ TEST_P(EngineBlend, IdleLessonsThatWaitAreBounded) {
   EXPECT_EQ(engine->Stats().waiting, kRequests + 256);
 }
 
-TEST(EngineBlendRefusals, CancelEndsWhatIsLearntForIt) {
+TEST(EngineBlendRefusals, CancelAndStopEndWhatIsLearntForIt) {
   TestFolder folder;
   WriteTestModel(folder, {.num_hidden_layers = 4});
   auto engine = Engine::Create({.model_directory = folder.path(),
@@ -848,17 +848,40 @@ TEST(EngineBlendRefusals, CancelEndsWhatIsLearntForIt) {
                                 .blend_piece = 64})
                     .value();
   const Question question = Ask({1, 2, 3}, 1);
+  for (const bool is_stopped : {false, true}) {
+    const int64_t id = engine->Submit(question.prompt, Blend(question, 0.1)).value();
+    EXPECT_EQ(engine->Stats().waiting, 3) << "two documents, and the prompt that waits for them";
+    EXPECT_EQ(engine->Stats().learning, 2);
+    Outcomes outcomes;
+    Step(engine.get(), &outcomes);
+    EXPECT_TRUE(outcomes.empty());
+    ASSERT_TRUE((is_stopped ? engine->Stop(id, 0, 0) : engine->Cancel(id)).ok());
+    Step(engine.get(), &outcomes);
+    EXPECT_TRUE(engine->Idle());
+    ASSERT_EQ(outcomes.size(), 1U);
+    EXPECT_EQ(outcomes.begin()->second.reason,
+              is_stopped ? FinishReason::kStop : FinishReason::kCancelled);
+  }
+}
+
+// A stop of a lesson ended the process.
+TEST(EngineBlendRefusals, LessonsAreNoRequestsOfTheCaller) {
+  TestFolder folder;
+  WriteTestModel(folder, {.num_hidden_layers = 4});
+  auto engine = Engine::Create({.model_directory = folder.path(),
+                                .dtype = DType::kF32,
+                                .threads = 1,
+                                .kv_bytes = 4 << 20,
+                                .blend_piece = 64})
+                    .value();
+  const Question question = Ask({1, 2, 3}, 1);
   const int64_t id = engine->Submit(question.prompt, Blend(question, 0.1)).value();
-  EXPECT_EQ(engine->Stats().waiting, 3) << "two documents, and the prompt that waits for them";
+  ASSERT_EQ(engine->Stats().learning, 2);
+  for (int64_t other = -4; other < id; ++other) {
+    EXPECT_EQ(engine->Cancel(other).code(), StatusCode::kUnknownSequence) << other;
+    EXPECT_EQ(engine->Stop(other, 0, 0).code(), StatusCode::kUnknownSequence) << other;
+  }
   EXPECT_EQ(engine->Stats().learning, 2);
-  Outcomes outcomes;
-  Step(engine.get(), &outcomes);
-  EXPECT_TRUE(outcomes.empty());
-  ASSERT_TRUE(engine->Cancel(id).ok());
-  Step(engine.get(), &outcomes);
-  EXPECT_TRUE(engine->Idle());
-  ASSERT_EQ(outcomes.size(), 1U);
-  EXPECT_EQ(outcomes.begin()->second.reason, FinishReason::kCancelled);
 }
 
 }  // namespace

@@ -277,12 +277,12 @@ Status PlanDraftModel(const EngineOptions& options, ModelMeasures* models, Bluep
                            Model::Measure(draft_options.model_directory, blueprint->model_options,
                                           options.prefill_chunk, samples_max));
     QUIRE_RETURN_IF_ERROR(SetKVTypes(draft_options, &models->draft->info));
+    QUIRE_RETURN_IF_ERROR(
+        CheckDraftVocabulary({options.model_directory, models->target->info.vocab_size},
+                             {options.draft_model_directory, models->draft->info.vocab_size}));
   }
   const ModelInfo& target = models->target->info;
   const ModelMeasure& model = *models->draft;
-  QUIRE_RETURN_IF_ERROR(
-      CheckDraftVocabulary({options.model_directory, target.vocab_size},
-                           {options.draft_model_directory, model.info.vocab_size}));
   MemoryPlan& draft = blueprint->draft;
   draft.machine_bytes = blueprint->plan.machine_bytes;
   draft.available_bytes = blueprint->plan.available_bytes;

@@ -25,6 +25,13 @@ int64_t RetainedSequencesMax(int64_t pages_total, bool forks_anywhere) {
   return forks_anywhere ? std::max<int64_t>(pages_total, 1) : 1024;
 }
 
+int64_t RetainedTokensMax(int64_t pages_total, int64_t page_size) {
+  constexpr int64_t kTexts = 16;
+  constexpr int64_t kTokensMax = int64_t{1} << 28;
+  const int64_t pages = std::min(pages_total, kTokensMax / kTexts / page_size);
+  return kTexts * page_size * std::max<int64_t>(pages, 1);
+}
+
 Status EngineFacts::RequirePrefixCache(const char* call) const {
   if (options.prefix_cache) return {};
   return Status(StatusCode::kBadState,

@@ -19,6 +19,11 @@ namespace quire {
 // them, so they are 1024 there at most.
 int64_t RetainedSequencesMax(int64_t pages_total, bool forks_anywhere);
 
+// The most tokens of all of them: their texts are kept beside the pages, in memory that no plan has
+// counted. Where sequences share most of their pages these are many times what the pages hold; 16
+// times are 64 bytes for each token of the cache, whose KV takes thousands. At most 1 GiB.
+int64_t RetainedTokensMax(int64_t pages_total, int64_t page_size);
+
 // Prompts that one forward of Logits computes at most: enough to fill its rows, unless they are
 // short, and few enough for each to have recurrent states kept ready for it.
 int64_t LogitsSequencesMax(int64_t max_num_sequences);

@@ -64,7 +64,9 @@ EngineImpl::EngineImpl(Parts parts)
       caches_(std::move(parts.cache), std::move(parts.recurrent)),
       facts_(MakeFacts(&parts, caches_)),
       holders_(caches_.state(), facts_.options,
-               RetainedSequencesMax(caches_.pages_total(), caches_.state().forks_anywhere()),
+               {.sequences =
+                    RetainedSequencesMax(caches_.pages_total(), caches_.state().forks_anywhere()),
+                .tokens = RetainedTokensMax(caches_.pages_total(), facts_.options.page_size)},
                std::move(parts.model_drafter), clock_),
       traffic_({.model = facts_.model.get(),
                 .holders = &holders_,
@@ -211,7 +213,7 @@ Status EngineImpl::RunStep() {
 
 Status EngineImpl::Cancel(int64_t request_id) {
   return Enter("Cancel", [&]() -> Status {
-    Request* const request = holders_.requests.Find(request_id);
+    Request* const request = holders_.requests.FindAsked(request_id);
     if (request == nullptr) {
       return Status(StatusCode::kUnknownSequence,
                     "Engine::Cancel: request " + std::to_string(request_id) +

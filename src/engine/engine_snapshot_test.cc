@@ -142,6 +142,40 @@ TEST_F(EngineSnapshot, OldKVMakesRoom) {
   EXPECT_EQ(Run(*reader, prompt, 1).cached_tokens, 59);
 }
 
+// Old KV was given up before it was known whether the file is of any use.
+TEST_F(EngineSnapshot, OldKVIsKeptWhereNothingIsLoaded) {
+  const auto writer = Create();
+  Run(*writer, Text(60), 1);
+  ASSERT_TRUE(Save(*writer, Text(60)).ok());
+  const auto plan = Engine::PlanMemory(
+      {.model_directory = folder_.path(), .dtype = DType::kF32, .threads = 1, .page_size = 16});
+  ASSERT_TRUE(plan.ok());
+  // Five pages: room for one of the two texts.
+  const auto reader = Create(16, 5 * plan->page_bytes);
+  const Tokens old = Text(60, 50);
+  Run(*reader, old, 1);
+  const int64_t kept = reader->Stats().retained_tokens;
+  Passport other = contents_.identity;
+  other.revision = "other";
+  EXPECT_EQ(reader->LoadSnapshot(other, path_, {}).status().code(), StatusCode::kIncompatible);
+  EXPECT_EQ(reader->Stats().retained_tokens, kept);
+  // A request in work holds the pages.
+  ASSERT_TRUE(reader->Submit(old, {.max_tokens = 9, .ignore_eos = true}).ok());
+  ASSERT_TRUE(reader->Step().ok());
+  const int64_t beside = reader->Stats().retained_tokens;
+  EXPECT_EQ(Load(*reader).status().code(), StatusCode::kOutOfPages);
+  EXPECT_EQ(reader->Stats().retained_tokens, beside);
+  while (!reader->Idle()) ASSERT_TRUE(reader->Step().ok());
+  {
+    std::fstream file(path_, std::ios::binary | std::ios::in | std::ios::out);
+    file.seekp(-300, std::ios::end).put('\x7f');
+  }
+  const int64_t at_last = reader->Stats().retained_tokens;
+  EXPECT_EQ(Load(*reader).status().code(), StatusCode::kCorrupt);
+  EXPECT_EQ(reader->Stats().retained_tokens, at_last);
+  EXPECT_EQ(Run(*reader, old, 1).cached_tokens, 59);
+}
+
 TEST_F(EngineSnapshot, RequestsGoOnMeanwhile) {
   const auto engine = Create();
   const Tokens prompt = Text(30);
@@ -209,6 +243,30 @@ TEST_F(EngineSnapshot, WhatDoesNotFitIsRefused) {
   const auto small = Create(16, 3 * plan->page_bytes);
   EXPECT_EQ(Load(*small).status().code(), StatusCode::kTooLarge);
   EXPECT_EQ(small->Stats().retained_tokens, 0);
+}
+
+// Requests went on with the window of the file.
+TEST_F(EngineSnapshot, AWindowOfTheFileIsNoneOfRequests) {
+  const auto model = LoadTestModel(folder_, DType::kF32);
+  const Tokens tokens = Text(40), prompt = Text(70);
+  const StepOutput alone = Run(*Create(), prompt, 8);
+  for (const int64_t window : {64, 20}) {
+    const auto cache = CreateTestCache(*model, {});
+    ASSERT_TRUE(cache->AddSequence(0).ok());
+    ASSERT_TRUE(cache->EnableSlidingWindowForSeq(0, window, 4).ok());
+    ASSERT_FALSE(RunForward(*model, *cache, 0, tokens).empty());
+    contents_.tokens = tokens;
+    ASSERT_TRUE(quire::SaveSnapshot(*cache, 0, contents_, path_).ok());
+    const auto engine = Create();
+    const Status loaded = Load(*engine).status();
+    EXPECT_EQ(loaded.ok(), window > 40) << loaded.ToString();
+    if (!loaded.ok()) {
+      EXPECT_EQ(loaded.code(), StatusCode::kIncompatible);
+    }
+    const StepOutput answer = Run(*engine, prompt, 8);
+    EXPECT_EQ(answer.cached_tokens, window > 40 ? 40 : 0);
+    EXPECT_EQ(answer.tokens, alone.tokens);
+  }
 }
 
 TEST_F(EngineSnapshot, NeedsAPrefixCache) {

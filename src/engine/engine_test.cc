@@ -221,6 +221,38 @@ TEST(Engine, WhoMadeRoomForAForwardStaysOutOfIt) {
   server.Finish();
 }
 
+// Each retained sequence has its whole text, whatever it shares of its pages.
+TEST(Engine, TextsOfRetainedSequencesAreBounded) {
+  RandomSequence random(27);
+  Server server({.pages = 200, .page_size = 4});
+  Tokens prompt = RandomTokens(400, &random);
+  const SamplingOptions options{.max_tokens = 1, .ignore_eos = true};
+  server.Generate(prompt, options);
+  for (int32_t i = 0; i < 60; ++i) {
+    prompt.back() = i;
+    const Answer answer = server.Generate(prompt, options);
+    EXPECT_EQ(answer.cached_tokens, 399);
+  }
+  const EngineStats stats = server.engine->Stats();
+  EXPECT_GT(stats.retained_tokens, 10'000);
+  EXPECT_LE(stats.retained_tokens, 16 * 200 * 4);
+}
+
+// It had the engine's number of the request, which a caller of an EngineLoop does not know.
+TEST(Engine, ARequestThatTheCacheCannotHoldIsToldWhatToDo) {
+  Server server;
+  const int64_t id = server.Submit({1, 2, 3}, {.max_tokens = 6, .ignore_eos = true});
+  server.cache->fault = [](std::string_view call) {
+    return call == "BeginForward" ? Status(StatusCode::kOutOfPages, "injected") : Status();
+  };
+  server.Finish();
+  const Answer& answer = server.answers[{id, 0}];
+  EXPECT_EQ(answer.reason, FinishReason::kError);
+  EXPECT_EQ(answer.error,
+            "OutOfPages: the request runs alone, and the cache has no page left for its next "
+            "token; raise EngineOptions::kv_bytes or lower max_tokens or n");
+}
+
 // What steps write is taken when the engine is made, so that it is what the memory plan says:
 // memory that grew with the steps would grow beyond them.
 TEST(Engine, MemoryForLogitsIsTakenOnce) {

@@ -159,6 +159,45 @@ TEST(Fairness, AGroupHasTurnsByItsWeight) {
   EXPECT_EQ(std::count(ends.begin(), ends.begin() + 4, 'b'), 3) << ends;
 }
 
+// A group whose requests were cancelled waited as many turns as they would have had.
+TEST(Fairness, RequestsThatWereCancelledOweNoTurns) {
+  Server server({.pages = 200, .sequences = 1, .waiting = 1000});
+  std::map<int64_t, std::string> groups;
+  const auto submit = [&](const std::string& group, uint64_t seed) {
+    SamplingOptions options = Greedy(2);
+    options.turn_group = group;
+    const int64_t id = server.Submit(Text(5, seed), options);
+    groups[id] = group;
+    return id;
+  };
+  submit("r", 1);
+  ASSERT_TRUE(server.Step().ok());
+  std::vector<int64_t> given_up;
+  for (uint64_t i = 0; i < 50; ++i) given_up.push_back(submit("a", i));
+  for (const int64_t id : given_up) ASSERT_TRUE(server.engine->Cancel(id).ok());
+  for (const int64_t id : given_up) groups[id] = "";
+  for (uint64_t i = 0; i < 3; ++i) submit("b", 60 + i);
+  submit("a", 70);
+  EXPECT_EQ(EndsByGroup(&server, groups), "rbabb");
+}
+
+// Where sixteen samples and more decoded, their steps counted as prompts that are slow.
+TEST(StepTimes, OfStepsThatOnlyDecodeAreNotThoseOfPrompts) {
+  const auto clock = std::make_shared<FakeClock>();
+  Server server({.pages = 400, .chunk = 64, .sequences = 20, .clock = clock});
+  server.model->fault = [&](std::span<const int32_t> tokens) {
+    clock->Advance((10 + std::ssize(tokens)) * kMilli);  // ten for the weights
+    return Status();
+  };
+  SamplingOptions options = Greedy(6);
+  options.n = 20;
+  server.Submit(Text(40, 1), options);
+  ASSERT_TRUE(server.Step().ok());
+  EXPECT_NEAR(server.engine->Stats().compute_seconds_per_token, 0.050 / 40, 1e-12);
+  server.Finish();
+  EXPECT_NEAR(server.engine->Stats().compute_seconds_per_token, 0.050 / 40, 1e-12);
+}
+
 TEST(StepTimes, AreCountedInClasses) {
   const auto clock = std::make_shared<FakeClock>();
   Server server({.pages = 200, .chunk = 64, .clock = clock});

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 #include <numeric>
 
 #include "engine/engine_impl.h"
@@ -333,12 +334,19 @@ TEST(MemoryPlan, ASearchForANumberOfPagesReadsTheModelsOnce) {
                         .page_size = 8,
                         .prefill_chunk = 16,
                         .draft_model_directory = draft_folder.path()};
+  // What tells that both have the same tokens may be as large as some weights.
+  const std::string tokenizer = R"({"model": {"vocab": {"a": 0, "b": 1}}})";
+  std::ofstream(folder.File("tokenizer.json")) << tokenizer;
+  std::ofstream(draft_folder.File("tokenizer.json")) << tokenizer << "\n";
   constexpr int64_t kMachine = int64_t{1} << 40;
+  const FileOpens tokens(folder.path() + "/tokenizer.json");
   const FileOpens target(folder.path() + "/config.json");
   const FileOpens draft(draft_folder.path() + "/config.json");
   const MemoryPlan usual = *PlanMemoryWithin(options, {kMachine, kMachine});
   const int of_target = target.Count();
   const int of_draft = draft.Count();
+  const int of_tokens = tokens.Count();
+  EXPECT_GE(of_tokens, 1);
   EXPECT_GE(of_target, 1);
   EXPECT_GE(of_draft, 1);
   // A sixteenth stays free, so some pages are too many.
@@ -347,11 +355,13 @@ TEST(MemoryPlan, ASearchForANumberOfPagesReadsTheModelsOnce) {
   EXPECT_TRUE(PlanMemoryWithin(options, tight)->kv_shrunk);
   EXPECT_EQ(target.Count(), of_target);
   EXPECT_EQ(draft.Count(), of_draft);
+  EXPECT_EQ(tokens.Count(), of_tokens);
   options.kv_bytes = usual.kv_bytes;  // what would fit is searched for the message
   const MachineMemory short_of_all{kMachine, usual.total_bytes - 1};
   EXPECT_EQ(CheckMemoryWithin(options, short_of_all).code(), StatusCode::kOutOfMemory);
   EXPECT_EQ(target.Count(), of_target);
   EXPECT_EQ(draft.Count(), of_draft);
+  EXPECT_EQ(tokens.Count(), of_tokens);
 }
 
 TEST(MemoryPlan, WhatIsGivenAndDoesNotFitIsRefusedWithWhatWouldFit) {

@@ -31,11 +31,12 @@ Status RequestIntake::Check(std::span<const int32_t> prompt, const SamplingOptio
 Result<int64_t> RequestIntake::Submit(std::span<const int32_t> prompt,
                                       const SamplingOptions& options) {
   QUIRE_RETURN_IF_ERROR(Check(prompt, options));
-  if (requests_.waiting_asked() >= options_.max_waiting) {
-    return Status(StatusCode::kFull,
-                  "Engine::Submit: " + std::to_string(requests_.waiting_asked()) +
-                      " requests wait (EngineOptions::max_waiting); "
-                      "step the engine and submit again");
+  // An EngineLoop has room for a request when it takes it: what is preempted, or comes from peers,
+  // until the engine gets it must not turn it away.
+  if (requests_.waiting_new() >= options_.max_waiting) {
+    return Status(StatusCode::kFull, "Engine::Submit: " + std::to_string(requests_.waiting_new()) +
+                                         " requests wait (EngineOptions::max_waiting); "
+                                         "step the engine and submit again");
   }
   auto request = std::make_unique<Request>(next_id_, prompt, options);
   request->speculation = options.speculation.value_or(options_.speculation);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/round_up.h"
 
 namespace quire {
 namespace {
@@ -12,6 +13,13 @@ namespace {
 Status CheckSnapshotFits(const SnapshotInfo& info, const std::string& path,
                          const RequestLimits& limits) {
   if (info.tokens.empty()) return {};
+  const WindowSettings& windows = info.windows;
+  if (windows.slid > 0 || windows.lost > 0) {
+    return Status(StatusCode::kIncompatible,
+                  path +
+                      ": some of its tokens have slid out of a window, and requests go on "
+                      "behind texts that are seen whole; save it from a sequence without one");
+  }
   QUIRE_RETURN_IF_ERROR(CheckTokens(path, info.tokens, limits.model->info().vocab_size));
   const int64_t length = static_cast<int64_t>(info.tokens.size());
   const int64_t length_max = limits.length_max();
@@ -54,14 +62,30 @@ Result<SnapshotInfo> RetainedSnapshots::Load(const Passport& identity, const std
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo announced, ReadSnapshotInfo(path));
   QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path, facts_.limits));
   const int64_t length = static_cast<int64_t>(announced.tokens.size());
-  holders_.prefix_cache.Evict((length + facts_.options.page_size - 1) / facts_.options.page_size);
   const int64_t id = holders_.sequences.NewId();
-  QUIRE_ASSIGN_OR_RETURN(SnapshotInfo info,
-                         quire::LoadSnapshot(states_, id, identity, path, options));
-  if (info.tokens != announced.tokens) {  // the file was replaced meanwhile
+  const auto load = [&] { return quire::LoadSnapshot(states_, id, identity, path, options); };
+  Result<SnapshotInfo> loaded = load();
+  const int64_t pages = CeilDiv(length, facts_.options.page_size);
+  const EngineStates& state = holders_.state;
+  // Windows hide some of the tokens.
+  const bool may_fit = state.has_windows() || state.pages_free() + state.retained_pages() >= pages;
+  if (loaded.status().code() == StatusCode::kOutOfPages && may_fit) {
+    // It is of the right model. Nothing is given up for a file that is damaged.
+    QUIRE_RETURN_IF_ERROR(VerifySnapshot(path).status());
+    holders_.prefix_cache.Evict(pages);
+    loaded = load();
+  }
+  QUIRE_ASSIGN_OR_RETURN(const SnapshotInfo info, std::move(loaded));
+  if (info.tokens != announced.tokens || info.windows != announced.windows) {
     const Status removed = holders_.state.kv().RemoveSequence(id);
     QUIRE_CHECK(removed.ok()) << removed.ToString();
     return Status(StatusCode::kUnavailable, path + ": it changed while it was read; load it again");
+  }
+  // Nothing has slid out of it: what is computed behind it must not slide either.
+  if (info.windows.window > 0 && !state.DropWindow(id)) {
+    const Status removed = state.kv().RemoveSequence(id);
+    QUIRE_CHECK(removed.ok()) << removed.ToString();
+    return Status::OutOfMemory();
   }
   const PrefixSpace space{.salt = options.cache_salt, .long_rope = info.long_factors};
   holders_.prefix_cache.Retain(id, std::move(announced.tokens), space);

@@ -231,6 +231,27 @@ TEST(TokenFilter, OneThatFailsEndsItsRequestAlone) {
   }
 }
 
+// The others computed the prompt again.
+TEST(TokenFilter, OneThatFailsForASampleLeavesThePromptToTheOthers) {
+  const Script script =
+      MakeScript(FakeModel::kVocabSize, [](std::span<const int32_t>, int32_t) { return true; });
+  script->fault = [calls = 0]() mutable {  // three forks, then the mask of the first sample
+    return ++calls == 4 ? Status(StatusCode::kIoError, "asked for") : Status();
+  };
+  Server server({.chunk = 64});
+  RandomSequence random(5);
+  SamplingOptions options{.max_tokens = 4, .n = 3};
+  options.filter = FilterOf(script);
+  const int64_t id = server.Submit(RandomTokens(40, &random), options);
+  server.Finish();
+  EXPECT_EQ((server.answers[{id, 0}].reason), FinishReason::kError);
+  for (const int64_t sample : {1, 2}) {
+    EXPECT_EQ((server.answers[{id, sample}].reason), FinishReason::kLength);
+    EXPECT_EQ((server.answers[{id, sample}].tokens.size()), 4U);
+  }
+  EXPECT_EQ(server.engine->Stats().computed_tokens, 40 + 2 * 3);
+}
+
 TEST(TokenFilter, OptionsThatDoNotGoWithItAreRefused) {
   Server server;
   SamplingOptions options;

@@ -166,6 +166,7 @@ class Metrics:
         self._finished: dict[str, int] = {}
         self.misses: dict[str, int] = {}
         self.tier_tokens = dict.fromkeys(TIERS, 0)
+        self._shown = dict.fromkeys(_COUNTERS, 0)
 
     def note_request(self, route: str, status: int) -> None:
         self._requests[route, status] = self._requests.get((route, status), 0) + 1
@@ -196,7 +197,10 @@ class Metrics:
         for name, (metric, help) in _GAUGES.items():
             page.add(metric, "gauge", help, [((), stats[name])])
         for name, (metric, help) in _COUNTERS.items():
-            page.add(metric, "counter", help, [((), stats[name])])
+            # Tokens behind the end of an answer are counted until it is cut there. To Prometheus a
+            # counter that falls has begun anew, and all of it is new.
+            self._shown[name] = max(self._shown[name], stats[name])
+            page.add(metric, "counter", help, [((), self._shown[name])])
         times = engine.step_times()
         page.add_histogram(
             "engine_step_seconds",

@@ -125,7 +125,12 @@ Status NGramDrafter::Propose(std::span<const DraftJob> jobs, DrawScratch* /*scra
     }
     Known& known = known_.at(*job.state);
     NGramIndex& index = known.index;
-    const std::span<const int32_t> text = TextOf(job, &known);
+    const std::span<const int32_t> whole = TextOf(job, &known);
+    if (std::ssize(whole) - known.begin > kTextMax) {
+      index = NGramIndex();
+      known.begin = std::ssize(whole) - kTextMax / 2;
+    }
+    const std::span<const int32_t> text = whole.subspan(static_cast<size_t>(known.begin));
     index.Extend(text);
     // A filter that fails is dropped, and fails again when the next token is drawn.
     if (!Merge(text, index.FindContinuations(text, job.branches), job).ok()) job.tree->Truncate(0);

@@ -49,6 +49,10 @@ class NGramDrafter final : public Drafter {
   int64_t state_count() const override { return static_cast<int64_t>(known_.size()); }
   void CheckInvariants() const override {}
 
+  // Older tokens of a longer text are forgotten, half of these at a time: an index takes some 120
+  // bytes for each, and endless texts have no last one.
+  static constexpr int64_t kTextMax = int64_t{1} << 18;
+
  private:
   // What is known of a sample. text: with a prediction, the end of the prompt and the prediction
   // behind it, as if they had been said before, then the sample's own text, of which `own` tokens
@@ -57,6 +61,7 @@ class NGramDrafter final : public Drafter {
     NGramIndex index;
     std::vector<int32_t> text;
     int64_t own = 0;
+    int64_t begin = 0;  // tokens before it are forgotten
   };
   static std::span<const int32_t> TextOf(const DraftJob& job, Known* known);
 

@@ -136,6 +136,16 @@ TEST(NGramDrafter, APredictionStaysWhileTheAnswerGrows) {
   drafter.Forget(&state);
 }
 
+// The memory of an endless text grew without end.
+TEST(NGramDrafter, ForgetsTheBeginningOfALongText) {
+  Tokens text = {1, 2, 3, 4};
+  for (int32_t i = 0; i < 1 << 18; ++i) text.push_back(100 + i);
+  text.insert(text.end(), {5, 6, 7, 8, 1, 2});
+  EXPECT_EQ(Propose(text, 2, 2, 1).tokens, Tokens());
+  text.insert(text.end(), {5, 6});
+  EXPECT_EQ(Propose(text, 2, 2, 1).tokens, (Tokens{7, 8}));
+}
+
 TEST(DraftTree, SiblingsAreMergedAndTheFrontIsWhole) {
   DraftTree tree;
   EXPECT_EQ(tree.levels(), 0);

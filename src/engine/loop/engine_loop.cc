@@ -1,8 +1,9 @@
 // The thread works in rounds: take what others asked for, carry it out, step, tell the sink.
 //
 // Invariants.
-// - `engine_` and what is marked as the thread's is touched by the loop's thread alone, `mutex_`
-//   guards the rest. No call of the engine and no call of the sink is made with the mutex held.
+// - What is marked as the thread's is touched by the loop's thread alone, and so is `engine_`, but
+//   for what it tells all threads; `mutex_` guards the rest. No call of the sink is made with the
+//   mutex held, and none of the engine but Stats and Idle, which wait for nothing.
 // - A request is in `live_` from Submit until its last end is reported. Its cancel and its stops
 //   are marks in there, so they need no memory and there is at most one of each.
 // - What a round could not do for want of memory stays where it is, and the next round begins with
@@ -163,6 +164,7 @@ class EngineThread final : public EngineLoop {
 
   // On the loop's thread.
   void Main(const std::function<void(const std::function<void()>&)>& around) noexcept;
+  void ServeWithin(const std::function<void(const std::function<void()>&)>& around) noexcept;
   Status Serve() noexcept;
   bool TakeCommands();
   Status RunRound();
@@ -400,12 +402,17 @@ EngineThread::Description EngineThread::Describe() {
 
 void EngineThread::Main(const std::function<void(const std::function<void()>&)>& around) noexcept {
   thread_id_.store(std::this_thread::get_id());
+  ServeWithin(around);
+  thread_id_.store(std::thread::id());  // the system gives it to another thread after the join
+}
+
+void EngineThread::ServeWithin(
+    const std::function<void(const std::function<void()>&)>& around) noexcept {
   if (!around) return End(Serve());
   bool served = false;
   const Status status = Contained([&]() -> Status {
     around([&] {
-      served = true;
-      End(Serve());
+      if (!std::exchange(served, true)) End(Serve());
     });
     return {};
   });

@@ -402,6 +402,38 @@ TEST(EngineLoop, RequestsThatWaitAreCountedWhereverTheyAre) {
   served.sink->AwaitEnds(4);
 }
 
+// One was turned away after it had been taken, where a step had preempted another one meanwhile.
+TEST(EngineLoop, WhatIsTakenIsNotTurnedAway) {
+  const Tokens late = Text(9, 3);
+  const Answer want = Cold(late);
+  for (int64_t before = 3, taken = 0;; ++before) {
+    std::atomic<int64_t> id = -1;
+    Served served({.pages = 16, .sequences = 2, .waiting = 1});
+    served.engine->before_step = [&] {
+      // Together the first two need more pages than there are.
+      if (served.engine->steps == 2) served.Submit(Text(20, 2), Greedy(24));
+      if (served.engine->steps == before) {
+        const Result<int64_t> submitted = served.loop->Submit(late, Greedy());
+        if (submitted.ok()) id = *submitted;
+        EXPECT_TRUE(submitted.ok() || submitted.status().code() == StatusCode::kFull);
+      }
+      return Status();
+    };
+    served.Submit(Text(20, 1), Greedy(24));
+    served.sink->AwaitEnds(2);
+    ASSERT_TRUE(served.loop->Settle().ok());
+    if (served.engine->steps < before) {
+      EXPECT_GT(taken, 10);
+      EXPECT_GT(served.loop->Stats().preemptions, 0);
+      break;
+    }
+    if (id < 0) continue;
+    ++taken;
+    served.sink->AwaitEnds(3);
+    ExpectEqual(served.sink->answers()[{id, 0}], want, "before step " + std::to_string(before));
+  }
+}
+
 TEST(EngineLoop, CallsThatWaitAreBounded) {
   Served served({.pages = 100}, {.max_calls = 2});
   served.SubmitAndStand(Text(5, 1));
@@ -704,6 +736,38 @@ TEST(EngineLoop, TheHostMayPutSomethingAroundTheThread) {
   }
   EXPECT_EQ(inside, 0);
   EXPECT_EQ(most, 1);
+}
+
+TEST(EngineLoop, ABodyThatIsCalledTwiceServesOnce) {
+  Served served({.pages = 100}, {.around = [](const std::function<void()>& body) {
+                  body();
+                  body();
+                }});
+  served.ExpectServesOn(3);
+  EXPECT_TRUE(served.loop->Close().ok());  // the recorder expects one OnEnd
+}
+
+// The system gives the id of a thread that was joined to another one, which was then told that it
+// is the loop's, and ended the process when it destroyed the loop.
+TEST(EngineLoop, AThreadWithTheIdOfTheLoopsIsAnother) {
+  Served served;
+  std::thread::id loops;
+  ASSERT_TRUE(served.loop
+                  ->Run([&](Engine&) {
+                    loops = std::this_thread::get_id();
+                    return Status();
+                  })
+                  .ok());
+  ASSERT_TRUE(served.loop->Close().ok());
+  for (int tries = 0; tries < 100; ++tries) {  // as a rule it is the first one
+    std::thread another([&] {
+      if (std::this_thread::get_id() != loops) return;
+      EXPECT_EQ(served.loop->Settle().code(), StatusCode::kClosed);
+      EXPECT_TRUE(served.loop->Close().ok());
+      tries = 100;
+    });
+    another.join();
+  }
 }
 
 TEST(EngineLoop, CreateRefuses) {

@@ -27,13 +27,14 @@ void NoteKnown(int64_t common, int64_t length, PrefixMatch* best) noexcept {
   best->known = common;
 }
 
-PrefixCache::PrefixCache(EngineStates state, int64_t page_size, int64_t sequences_max,
+PrefixCache::PrefixCache(EngineStates state, int64_t page_size, const Limits& limits,
                          std::shared_ptr<Clock> clock)
     : state_(state),
       page_size_(page_size),
-      sequences_max_(sequences_max),
+      sequences_max_(limits.sequences),
+      tokens_max_(limits.tokens),
       clock_(std::move(clock)) {
-  QUIRE_CHECK(sequences_max >= 1);
+  QUIRE_CHECK(limits.sequences >= 1);
 }
 
 void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space,
@@ -47,6 +48,7 @@ void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens, const
                      .stored = stored,
                      .part = PartOf(space.salt)});
     Insert(std::move(entry));
+    while (token_count_ > tokens_max_) GiveUpOldest();
   } catch (const std::bad_alloc&) {
     const auto order = by_space_.find(space);
     if (order != by_space_.end() && order->second.empty()) by_space_.erase(order);
@@ -338,6 +340,7 @@ void PrefixCache::CheckInvariants() const {
   for (const auto& [space, by_tokens] : by_space_) indexed += by_tokens.size();
   QUIRE_CHECK(by_use_.size() == indexed);
   QUIRE_CHECK(sequence_count() <= sequences_max_);
+  QUIRE_CHECK(token_count_ <= tokens_max_);
   QUIRE_CHECK(sequence_count() == state_.retained_sequence_count());
   int64_t tokens = 0;
   int64_t pages = 0;

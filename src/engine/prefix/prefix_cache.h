@@ -67,8 +67,14 @@ void NoteKnown(int64_t common, int64_t length, PrefixMatch* best) noexcept;
 
 class PrefixCache {
  public:
-  // What `state` views outlives this. sequences_max >= 1 bounds what is retained.
-  PrefixCache(EngineStates state, int64_t page_size, int64_t sequences_max,
+  // What is retained at most. Sequences that share pages have more tokens together than there is
+  // room for in the pages, and their texts take memory, too.
+  struct Limits {
+    int64_t sequences;  // >= 1
+    int64_t tokens;
+  };
+  // What `state` views outlives this.
+  PrefixCache(EngineStates state, int64_t page_size, const Limits& limits,
               std::shared_ptr<Clock> clock = MachineTime());
 
   // A retained sequence. `stored`: its first tokens that the owner has written elsewhere.
@@ -202,6 +208,7 @@ class PrefixCache {
   const EngineStates state_;
   int64_t page_size_;
   int64_t sequences_max_;
+  int64_t tokens_max_;
   Entries by_use_;
   std::map<int64_t, Entries::iterator> by_id_;
   std::map<PrefixSpace, Index> by_space_;

@@ -21,7 +21,7 @@ struct Fixture {
                    int64_t window = 0)
       : owned(MakeCache(pages, page_size, window)),
         kv(*owned),
-        prefixes(&kv, page_size, sequences_max) {}
+        prefixes(&kv, page_size, {.sequences = sequences_max, .tokens = 1 << 20}) {}
 
   static std::unique_ptr<AttentionKVCache> MakeCache(int64_t pages, int64_t page_size,
                                                      int64_t window) {

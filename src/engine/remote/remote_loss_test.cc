@@ -2,6 +2,7 @@
 // all: answers have the bits of an engine alone, and all pages come back.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -393,6 +394,99 @@ TEST_F(RemoteLoss, AJobThatTheModelCannotComputeIsRefusedAndNoStepFails) {
   const Tokens prompt = Text(20, 2);
   ExpectEqual(prefill.Generate(prompt, Greedy(3)), Alone(prompt, Greedy(3)), "its own");
   ASSERT_TRUE(peer->SetReceiver(nullptr).ok());
+}
+
+// Asks an engine for a prompt by hand, and takes no part of it as long as all staging memory is
+// held.
+struct SlowTaker {
+  SlowTaker(const std::string& endpoint, int64_t tokens, int64_t window_bytes)
+      : transfer(cache->transfer()) {
+    const Passport passport = CachePassport(SequenceStates(*cache), PairIdentity(), false).value();
+    EXPECT_TRUE(transfer->SetStagingLimit(window_bytes).ok());
+    peer = TransferPeer::Connect(endpoint,
+                                 Patient({.passport = passport, .window_bytes = window_bytes}))
+               .value();
+    EXPECT_TRUE(peer->SetReceiver(transfer).ok());
+    EXPECT_TRUE(cache->AddSequence(0).ok());
+    map = transfer->DisaggPrepareRecv(0, tokens).value();
+    for (;;) {
+      Result<ReceiveView> view = transfer->View(map.epoch, 0, {.count = 1, .head_count = 1});
+      if (!view.ok()) {
+        EXPECT_EQ(view.status().code(), StatusCode::kFull);
+        break;
+      }
+      held.push_back(std::move(view).value());
+    }
+  }
+  ~SlowTaker() { EXPECT_TRUE(peer->SetReceiver(nullptr).ok()); }
+
+  const FakeModel model;
+  const std::unique_ptr<AttentionKVCache> cache = MakeCache(model, kHand, kHand.pages);
+  KVTransfer* const transfer;
+  std::shared_ptr<TransferPeer> peer;
+  ReceiveMap map;
+  std::vector<ReceiveView> held;
+};
+
+// A request of the engine's own that needed the pages of such a prompt ended the process.
+TEST_F(RemoteLoss, APromptWhosePeerTakesNothingGivesItsPagesToOthers) {
+  constexpr int64_t kTokens = 40, kChunk = 16;
+  constexpr int64_t kTokenBytes = FakeModel::kLayers * 2 * FakeModel::kDim * int64_t{sizeof(float)};
+  Server prefill({.pages = 22, .page_size = 4, .chunk = kChunk});
+  // Room for its first forward, and for no other one.
+  SlowTaker taker(Serve(&prefill, Endpoint()), kTokens, kTokenBytes * (kChunk + 4));
+  std::atomic<int64_t> rings = 0;
+  prefill.engine->SetWake([&] { ++rings; });
+  const Tokens own = Text(8, 7);
+  const int64_t id = prefill.Submit(own, Greedy(70));
+  ASSERT_TRUE(prefill.Step().ok());
+  const TransferJob job{.id = 1, .tokens = Text(kTokens, 1)};
+  ASSERT_TRUE(taker.peer->Request(job, taker.map).ok());
+  while (prefill.engine->Stats().served_waiting == 0) {
+    const int64_t before = rings;
+    ASSERT_TRUE(prefill.Step().ok());
+    while (prefill.engine->Stats().served_waiting == 0 && rings == before)
+      std::this_thread::yield();
+  }
+  EXPECT_EQ(prefill.engine->Cancel(id + 1).code(), StatusCode::kUnknownSequence);
+  EXPECT_EQ(prefill.engine->Stop(id + 1, 0, 0).code(), StatusCode::kUnknownSequence);
+  while (prefill.answers[{id, 0}].reason == FinishReason::kNone) {
+    const Status step = prefill.Step();
+    ASSERT_TRUE(step.ok()) << step.ToString();
+  }
+  ExpectEqual(prefill.answers[{id, 0}], Alone(own, Greedy(70)), "its own");
+  EXPECT_GE(prefill.engine->Stats().preemptions, 1);
+  taker.held.clear();
+  for (;;) {
+    const Result<ReceiveProgress> progress = taker.transfer->GetReceiveProgress(taker.map.epoch);
+    ASSERT_TRUE(progress.ok() && progress->failure.ok());
+    if (progress->complete == kTokens) break;
+    std::this_thread::yield();
+    if (prefill.engine->Idle()) continue;
+    ASSERT_TRUE(prefill.Step().ok());
+  }
+  EXPECT_EQ(prefill.answers.size(), 1U);
+  prefill.engine->SetWake(nullptr);
+}
+
+// Requests that begin alike waited for such a prompt as long as for one that is being computed.
+TEST_F(RemoteLoss, NobodyWaitsForAPromptWhosePeerTakesNothing) {
+  constexpr int64_t kTokens = 40, kChunk = 16;
+  constexpr int64_t kTokenBytes = FakeModel::kLayers * 2 * FakeModel::kDim * int64_t{sizeof(float)};
+  Server prefill({.page_size = 4, .chunk = kChunk});
+  SlowTaker taker(Serve(&prefill, Endpoint()), kTokens, kTokenBytes * (kChunk + 4));
+  const Tokens prompt = Text(kTokens, 1);
+  ASSERT_TRUE(taker.peer->Request({.id = 1, .tokens = prompt}, taker.map).ok());
+  while (prefill.engine->Stats().computed_tokens < kChunk) {
+    std::this_thread::yield();
+    if (prefill.engine->Idle()) continue;
+    ASSERT_TRUE(prefill.Step().ok());
+  }
+  const int64_t id = prefill.Submit(prompt, Greedy(4));
+  for (int step = 0; step < 100 && prefill.answers[{id, 0}].reason == FinishReason::kNone; ++step)
+    ASSERT_TRUE(prefill.Step().ok());
+  ExpectEqual(prefill.answers[{id, 0}], Alone(prompt, Greedy(4)), "its own");
+  EXPECT_EQ(prefill.engine->Stats().served_waiting, 1);
 }
 
 TEST_F(RemoteLoss, OptionsAreCheckedByName) {

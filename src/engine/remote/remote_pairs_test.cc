@@ -3,6 +3,7 @@
 // keeps of one tenant helps no other.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
@@ -178,6 +179,44 @@ TEST_F(RemotePairs, ATenantFindsNothingOfAnother) {
   EXPECT_EQ(computed_for(""), 59) << "no tenant";
   EXPECT_LT(computed_for("ann"), 59);
   EXPECT_LT(computed_for("bob"), 59);
+}
+
+// Prompts of all tenants were one group at a peer: a tenant's many held up those of another.
+TEST_F(RemotePairs, TenantsTakeTurnsAtAPeer) {
+  Server peer({.page_size = 8, .chunk = 64, .sequences = 1});
+  std::atomic<int64_t> rings = 0;
+  peer.engine->SetWake([&] { ++rings; });
+  const PrefillPeerOptions use{.addresses = {Serve(&peer, Endpoint())},
+                               .when = RemotePrefill::kAlways};
+  Server ann({.page_size = 4}), bob({.page_size = 4});
+  Attach(&ann, use);
+  Attach(&bob, use);
+  // It is at work for itself until all have come.
+  const int64_t own = peer.Submit(Text(8, 9), Greedy(1000));
+  ASSERT_TRUE(peer.Step().ok());
+  for (int32_t i = 1; i <= 5; ++i) {
+    Server* const server = i < 5 ? &ann : &bob;
+    Tokens prompt = Text(40, static_cast<uint64_t>(i));
+    prompt.front() = i;
+    server->Submit(prompt, Greedy(2, i < 5 ? "ann" : "bob"));
+    ASSERT_TRUE(server->Step().ok());
+    while (peer.engine->Stats().served_waiting < i) {
+      const int64_t before = rings;
+      ASSERT_TRUE(peer.Step().ok());
+      while (peer.engine->Stats().served_waiting < i && rings == before) std::this_thread::yield();
+    }
+  }
+  ASSERT_TRUE(peer.engine->Cancel(own).ok());
+  std::string order;
+  peer.model->fault = [&](std::span<const int32_t> tokens) {
+    order += std::to_string(tokens.front());
+    return Status();
+  };
+  Finish(&ann, {&peer, &bob});
+  Finish(&bob, {&peer});
+  EXPECT_EQ(order, "15234");
+  Settle(&peer);
+  peer.engine->SetWake(nullptr);
 }
 
 // The receiver takes few bytes at a time: the peer computes when there is room, and nothing is

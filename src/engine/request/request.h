@@ -150,7 +150,8 @@ struct Request {
   double predicted_remote_seconds = 0, predicted_here_seconds = 0;
   // A prompt of another process, to which its KV goes. It has no outputs. Null: one of Submit.
   std::shared_ptr<PrefillJob> job;
-  bool counts_cached = false;  // what is loaded counts as `cached`: it came in for the first time
+  bool waits_for_peer = false;  // in work, until the job's peer has room for more
+  bool counts_cached = false;   // what is loaded counts as `cached`: it came in for the first time
   CachedTokens cached;
   int64_t recomputed = 0;  // StepOutput::recomputed_tokens
   MissReason miss = MissReason::kNone;

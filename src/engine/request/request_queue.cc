@@ -13,6 +13,12 @@ namespace {
 constexpr int64_t kTurn = int64_t{1} << 24;
 static_assert(kTurn / SamplingOptions::kTurnWeightMax == 16);
 
+bool AreOfOneGroup(const SamplingOptions& a, const SamplingOptions& b) {
+  const bool is_named = !a.turn_group.empty();
+  if (is_named != !b.turn_group.empty()) return false;
+  return is_named ? a.turn_group == b.turn_group : a.cache_salt == b.cache_salt;
+}
+
 }  // namespace
 
 Request* RequestQueue::Find(int64_t request_id) const {
@@ -21,6 +27,11 @@ Request* RequestQueue::Find(int64_t request_id) const {
   if (running != running_.end()) return running->get();
   const auto waiting = std::find_if(waiting_.begin(), waiting_.end(), has_id);
   return waiting == waiting_.end() ? nullptr : waiting->get();
+}
+
+Request* RequestQueue::FindAsked(int64_t request_id) const {
+  Request* const request = Find(request_id);
+  return request == nullptr || !request->has_outputs() ? nullptr : request;
 }
 
 int64_t RequestQueue::running_samples() const {
@@ -39,25 +50,32 @@ int64_t RequestQueue::waiting_learners() const {
                        [](const auto& request) { return request->learns_for != Request::kNobody; });
 }
 
+int64_t RequestQueue::waiting_new() const {
+  return std::count_if(waiting_.begin(), waiting_.end(), [](const auto& request) {
+    return request->has_outputs() && !request->admitted_before;
+  });
+}
+
+// What the group has waiting is all that counts: requests that were cancelled owe nobody a turn.
+int64_t RequestQueue::LastTurnOf(const SamplingOptions& group) const {
+  const auto last = std::find_if(waiting_.rbegin(), waiting_.rend(), [&](const auto& other) {
+    return !other->is_idle && AreOfOneGroup(other->options, group);
+  });
+  return last == waiting_.rend() ? 0 : (*last)->turn;
+}
+
 void RequestQueue::Add(std::unique_ptr<Request> request) {
   QUIRE_DCHECK(Find(request->id) == nullptr) << "request " << request->id << " is queued twice";
   if (request->is_idle) return waiting_.push_back(std::move(request));
-  if (last_turns_.size() > 2 * waiting_.size() + 64) {
-    std::erase_if(last_turns_, [this](const auto& entry) { return entry.second <= turn_; });
-  }
   const SamplingOptions& options = request->options;
-  const bool is_named = !options.turn_group.empty();
-  const std::string& group = is_named ? options.turn_group : options.cache_salt;
-  int64_t& last = last_turns_.try_emplace({is_named, group}, 0).first->second;
+  const int64_t last = LastTurnOf(options);
   const int64_t turn = std::max(last, turn_) + kTurn / options.turn_weight;
   QUIRE_CHECK(turn > turn_) << "request " << request->id << " would pass one that came in";
   request->turn = turn;
   auto place = waiting_.end();
   const auto is_behind = [&](const Request& other) { return other.is_idle || other.turn > turn; };
   while (place != waiting_.begin() && is_behind(**std::prev(place))) --place;
-  QUIRE_DCHECK(turn >= last) << "a group's turns ascend";
   waiting_.insert(place, std::move(request));
-  last = turn;
 }
 
 bool RequestQueue::WaitsForDocuments(const Request& request) const {

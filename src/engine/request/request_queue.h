@@ -2,10 +2,10 @@
 //
 // Invariants.
 // - Those that wait stand in the order in which they may come in. Groups (SamplingOptions) take
-//   turns: each request has the turn after the last one of its group, and of those in work; what
-//   lies between two turns of a group is 1 / its weight. So a group with many requests that wait
-//   holds up another one of its weight by one request, and a request that waits is overtaken by one
-//   of each other group at most in a turn.
+//   turns: each request has the turn after the last one of its group that waits, and of those in
+//   work; what lies between two turns of a group is 1 / its weight. So a group with many requests
+//   that wait holds up another one of its weight by one request, and a request that waits is
+//   overtaken by one of each other group at most in a turn.
 // - Those in work stand in the order in which they came in. One that is preempted waits in front.
 // - Idle ones have no turn. They come in, in their order, when no other request waits or is in
 //   work.
@@ -15,9 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,6 +30,9 @@ class RequestQueue {
   bool empty() const { return waiting_.empty() && running_.empty(); }
   // Null if it is not there.
   Request* Find(int64_t request_id) const;
+  // The same, but for the engine's own requests and those of other processes: callers have no ids
+  // of them.
+  Request* FindAsked(int64_t request_id) const;
   // Samples in work that have not ended.
   int64_t running_samples() const;
 
@@ -40,6 +41,8 @@ class RequestQueue {
   // Those that wait and are the engine's own, for documents of others; and those that are not.
   int64_t waiting_learners() const;
   int64_t waiting_asked() const { return std::ssize(waiting_) - waiting_learners(); }
+  // Those of callers that have not come in yet.
+  int64_t waiting_new() const;
 
   void Add(std::unique_ptr<Request> request);
   // Whether a document is still to be learnt for the request that does not come layer by layer with
@@ -64,12 +67,12 @@ class RequestQueue {
   void EraseEnded() noexcept;
 
  private:
+  // 0: none waits.
+  int64_t LastTurnOf(const SamplingOptions& group) const;
+
   std::deque<std::unique_ptr<Request>> waiting_;
   std::vector<std::unique_ptr<Request>> running_;
   int64_t turn_ = 0;  // the highest of requests that came in
-  // By group, whose name is a salt where no group is named; one that is absent has none after
-  // turn_.
-  std::map<std::pair<bool, std::string>, int64_t> last_turns_;
 };
 
 }  // namespace quire

@@ -41,9 +41,20 @@ int64_t PromptTokens(const SchedulerView& view) {
   return std::max(static_cast<int64_t>(tokens) - decodes, kPromptTokensMin);
 }
 
+// Of a step's tokens, those that samples that decode leave to prompts in work, however many they
+// are.
+int64_t KeptForPrompts(const SchedulerView& view) {
+  int64_t pending = 0;
+  for (const RunnableSample& sample : view.running) {
+    if (!sample.decodes()) pending += sample.piece_cost > 0 ? sample.piece_cost : sample.pending;
+  }
+  return std::min({pending, kPromptTokensMin, view.token_budget / 2});
+}
+
 // The state of one decision: what the samples before the current one took.
 struct Budget {
   int64_t tokens;
+  int64_t decode_tokens;
   int64_t prompt_tokens;
   int64_t pages;
   int64_t piece_rows;
@@ -52,8 +63,8 @@ struct Budget {
 
 // How many of its pending tokens the budget allows the sample.
 int64_t TokensAllowed(const RunnableSample& sample, const Budget& budget) {
-  const int64_t most =
-      sample.decodes() ? budget.tokens : std::min(budget.tokens, budget.prompt_tokens);
+  const int64_t of_kind = sample.decodes() ? budget.decode_tokens : budget.prompt_tokens;
+  const int64_t most = std::min(budget.tokens, of_kind);
   if (sample.piece_cost == 0) return std::min(sample.pending, most);
   const bool is_allowed = sample.pending <= budget.piece_rows &&
                           (sample.piece_cost <= most || (most > 0 && !budget.any_prompt));
@@ -64,7 +75,10 @@ void Spend(const RunnableSample& sample, int64_t tokens, Budget* budget) {
   QUIRE_DCHECK(tokens > 0);
   const int64_t cost = sample.piece_cost > 0 ? sample.piece_cost : tokens;
   budget->tokens = std::max<int64_t>(0, budget->tokens - cost);
-  if (sample.decodes()) return;
+  if (sample.decodes()) {
+    budget->decode_tokens -= cost;
+    return;
+  }
   budget->any_prompt = true;
   budget->prompt_tokens = std::max<int64_t>(0, budget->prompt_tokens - cost);
   if (sample.piece_cost > 0) budget->piece_rows -= tokens;
@@ -72,7 +86,7 @@ void Spend(const RunnableSample& sample, int64_t tokens, Budget* budget) {
 }
 
 bool MoreThanOneRequest(const SchedulerView& view) {
-  return view.receiving > 0 || view.running.front().request_id != view.running.back().request_id;
+  return view.standing > 0 || view.running.front().request_id != view.running.back().request_id;
 }
 
 Decision NoPageFor(const SchedulerView& view, int64_t pages) {
@@ -98,12 +112,12 @@ std::optional<Decision> DecideAdmission(const SchedulerView& view, const Budget&
   const bool opens_page = head.matched % view.page_size != 0;  // a fork is not the writer there
   const int64_t needed = PagesForAppend(head.matched, head.pending, view.page_size, opens_page) +
                          (head.samples - 1);  // each further sample opens a page of its own
-  const int64_t growth = static_cast<int64_t>(view.running.size()) + view.receiving;
+  const int64_t growth = static_cast<int64_t>(view.running.size()) + view.standing;
   const int64_t left = budget.pages - growth;
   // What the head itself is about to use is no help: given up, it would have to be computed.
   const int64_t matched_pages = PagesForAppend(0, head.matched, view.page_size, false);
   const int64_t evictable_max = view.pages_evictable_max - matched_pages;
-  const bool is_alone = view.running.empty() && view.receiving == 0;
+  const bool is_alone = view.running.empty() && view.standing == 0;
   Decision decision;
   if (needed <= left || (is_alone && view.pages_evictable_max == 0)) {
     decision.kind = Decision::Kind::kAdmit;
@@ -143,6 +157,7 @@ Decision DecideNext(const SchedulerView& view) {
   QUIRE_CHECK(view.pages_evictable_max >= 0);
   Decision run;
   Budget budget{.tokens = view.token_budget,
+                .decode_tokens = view.token_budget - KeptForPrompts(view),
                 .prompt_tokens = PromptTokens(view),
                 .pages = view.pages_free,
                 .piece_rows = view.piece_rows};

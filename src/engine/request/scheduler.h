@@ -3,11 +3,11 @@
 //
 // Rules. Requests are admitted by turns of their salts, those of one salt in the order in which
 // they came (strictly: a request that does not fit yet holds up those behind it, so none starves).
-// Samples that decode come before prompts. Decodes take turns when the token budget is below their
-// number; prompts are worked on oldest first, and while samples decode their part of a step is what
-// the measured pace allows. A piece of a blended prompt is taken if its cost is left of that, or
-// if no prompt before it got anything: it cannot be cut, and must get on. When pages run out, first
-// retained KV goes, then the youngest request.
+// Samples that decode come before prompts, to which they leave some tokens of a step. Decodes take
+// turns when the token budget is below their number; prompts are worked on oldest first, and while
+// samples decode their part of a step is what the measured pace allows. A piece of a blended prompt
+// is taken if its cost is left of that, or if no prompt before it got anything: it cannot be cut,
+// and must get on. When pages run out, first retained KV goes, then the youngest request.
 #ifndef QUIRE_ENGINE_REQUEST_SCHEDULER_H_
 #define QUIRE_ENGINE_REQUEST_SCHEDULER_H_
 
@@ -52,9 +52,9 @@ struct SchedulerView {
   int64_t sequences_free = 0;
   int64_t pages_evictable_max =
       0;  // the most pages that would become free if all retained KV were given up
-  // Running requests whose prompts come from elsewhere: they hold pages, take no part in a step,
-  // and can be preempted.
-  int64_t receiving = 0;
+  // Running requests that take no part in a step, as they wait for tokens from elsewhere, or for a
+  // peer to take theirs: they hold pages, and can be preempted.
+  int64_t standing = 0;
   std::span<const RunnableSample> running;  // oldest request first
   std::optional<WaitingHead> head;
 };

@@ -59,6 +59,25 @@ TEST(Scheduler, DecodesComeBeforePromptsAndPromptsByAge) {
   EXPECT_EQ(decision.takes, (std::vector<Take>{{1, 1}, {3, 1}, {0, 5}, {2, 3}}));
 }
 
+// A prompt in work waited until most answers had ended, where these were as many as the tokens of a
+// step.
+TEST(Scheduler, DecodesLeaveSomethingToPrompts) {
+  std::vector<RunnableSample> running;
+  for (int64_t i = 0; i < 40; ++i) running.push_back({.request_id = i, .length = 8, .pending = 1});
+  running.push_back({.request_id = 40, .length = 0, .pending = 100});
+  const auto of_the_prompt = [&](int64_t budget) {
+    const std::vector<Take> takes = Decide(running, View(budget, 1000)).takes;
+    const bool has_prompt = !takes.empty() && takes.back().index == 40;
+    return has_prompt ? takes.back().tokens : 0;
+  };
+  EXPECT_EQ(of_the_prompt(36), kPromptTokensMin);
+  EXPECT_EQ(of_the_prompt(20), 10);
+  EXPECT_EQ(of_the_prompt(100), 60);
+  running.back().pending = 3;
+  EXPECT_EQ(of_the_prompt(36), 3);
+  EXPECT_EQ(std::ssize(Decide(running, View(36, 1000)).takes), 33 + 1) << "no token is left over";
+}
+
 TEST(Scheduler, APieceIsTakenWholeForItsCost) {
   const RunnableSample decode{.request_id = 1, .length = 8, .pending = 1};
   const RunnableSample prompt{.request_id = 2, .length = 0, .pending = 900};

@@ -180,9 +180,9 @@ void AnswerReporter::ReleaseSequence(Request* request, Sample* sample) noexcept 
   QUIRE_CHECK(kept <= sample->computed);
   const Status popped =
       owners_.holders.state.kv().PopN(sample->sequence_id, sample->computed - kept);
-  if (!popped.ok() || sample->finish_reason == FinishReason::kError) {
-    return owners_.holders.sequences.Remove(*request, sample);
-  }
+  // What is wrong with an answer may be wrong with its KV: others that draw from it will show it.
+  const bool is_kept = inherits || sample->finish_reason != FinishReason::kError;
+  if (!popped.ok() || !is_kept) return owners_.holders.sequences.Remove(*request, sample);
   sample->computed = kept;
   if (!inherits) {
     owners_.traffic.store.StoreWhole(*request, sample);
@@ -209,6 +209,11 @@ void AnswerReporter::End(Request* request, FinishReason reason, const std::strin
   }
   due_.insert(due_.end(), std::make_move_iterator(outputs.begin()),
               std::make_move_iterator(outputs.end()));
+  Forget(request, reason, error);
+}
+
+// With it the lessons that are learnt for it: nobody waits for them any more.
+void AnswerReporter::Forget(Request* request, FinishReason reason, const std::string& error) {
   const std::vector<int64_t> learners = std::move(request->learners);
   owners_.holders.sequences.RemoveAll(request);
   owners_.holders.requests.Erase(request);
@@ -218,7 +223,7 @@ void AnswerReporter::End(Request* request, FinishReason reason, const std::strin
 }
 
 Status AnswerReporter::Stop(int64_t request_id, int64_t sample_index, int64_t answer_tokens) {
-  Request* const request = owners_.holders.requests.Find(request_id);
+  Request* const request = owners_.holders.requests.FindAsked(request_id);
   const bool is_there = request != nullptr && sample_index >= 0 &&
                         sample_index < static_cast<int64_t>(request->samples.size()) &&
                         !request->samples[sample_index].finished();
@@ -245,7 +250,7 @@ Status AnswerReporter::Stop(int64_t request_id, int64_t sample_index, int64_t an
   tokens_ -= surplus;
   Finish(request, &sample, FinishReason::kStop, &output);
   due_.push_back(std::move(output));
-  if (request->leader() == nullptr) owners_.holders.requests.Erase(request);
+  if (request->leader() == nullptr) Forget(request, FinishReason::kStop, "");
   return {};
 }
 

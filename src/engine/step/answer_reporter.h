@@ -60,6 +60,7 @@ class AnswerReporter {
   void Report(int64_t answer_length, Drawn* drawn) noexcept;
   void Finish(Request* request, Sample* sample, FinishReason reason, StepOutput* output) noexcept;
   void ReleaseSequence(Request* request, Sample* sample) noexcept;
+  void Forget(Request* request, FinishReason reason, const std::string& error);
 
   const Owners owners_;
   std::vector<StepOutput> due_;  // what the next step reports

@@ -89,7 +89,10 @@ Status BatchRunner::Attempt(const StepBatch& batch) {
     const int64_t cost =
         std::accumulate(batch.begin(), batch.end(), int64_t{0},
                         [](int64_t sum, const StepWork& work) { return sum + work.cost(); });
-    owners_.traffic.store.MeasureSpeed(cost, computed_ns - start_ns - waited_ns);
+    // Steps that only decode take the time of reading the weights.
+    const bool has_prompts = std::any_of(batch.begin(), batch.end(),
+                                         [](const StepWork& work) { return !work.decodes(); });
+    if (has_prompts) owners_.traffic.store.MeasureSpeed(cost, computed_ns - start_ns - waited_ns);
     owners_.blender.Commit(pieces);
     Commit(batch, &draws);
     return {};

@@ -51,7 +51,7 @@ Result<StepBatch> StepPlanner::Plan(bool may_admit) {
          .pages_free = holders_.state.pages_free() - of_loads,
          .sequences_free = options_.max_num_sequences - holders_.requests.running_samples(),
          .pages_evictable_max = holders_.prefix_cache.page_count_max(),
-         .receiving = owners_.traffic.remote.receiving() + WaitingForDocuments(),
+         .standing = StandingRequests(works),
          .running = running,
          .head = may_admit ? ViewHead() : std::nullopt});
     switch (decision.kind) {
@@ -85,12 +85,16 @@ Result<StepBatch> StepPlanner::Plan(bool may_admit) {
   }
 }
 
-// Requests in work that were to be computed along with documents which did not come: these are
-// learnt first, by requests that came in before them.
-int64_t StepPlanner::WaitingForDocuments() const {
-  const RequestQueue& requests = holders_.requests;
-  return std::count_if(requests.running().begin(), requests.running().end(),
-                       [&](const auto& request) { return requests.WaitsForDocuments(*request); });
+// Requests in work of which no sample is in `works`, that ViewRunning made.
+int64_t StepPlanner::StandingRequests(const StepBatch& works) const {
+  int64_t standing = std::ssize(holders_.requests.running());
+  const Request* before = nullptr;
+  for (const StepWork& work : works) {
+    standing -= work.request != before ? 1 : 0;
+    before = work.request;
+  }
+  QUIRE_CHECK(standing >= 0) << "works of one request do not stand together";
+  return standing;
 }
 
 // Leaders without a sequence get one; the other samples are forked as soon as their leader has
@@ -172,7 +176,8 @@ Result<std::vector<bool>> StepPlanner::WhichOpenPages(std::span<const int64_t> s
   return opens;
 }
 
-// `works` gets the sample behind each entry.
+// `works` gets the sample behind each entry. Requests in work that were to be computed along with
+// documents which did not come stand: these are learnt first, by requests that came in before them.
 Result<std::vector<RunnableSample>> StepPlanner::ViewRunning(StepBatch* works) {
   std::vector<RunnableSample> view;
   std::map<int64_t, std::vector<size_t>> inside_pages;  // places in `view`, by length
@@ -180,7 +185,9 @@ Result<std::vector<RunnableSample>> StepPlanner::ViewRunning(StepBatch* works) {
     if (holders_.requests.WaitsForDocuments(*request)) continue;
     for (Sample& sample : request->samples) {
       if (sample.finished() || !sample.has_sequence()) continue;
-      if (!owners_.traffic.CanRun(*request, sample)) continue;
+      const bool can_run = owners_.traffic.CanRun(*request, sample);
+      request->waits_for_peer = request->job != nullptr && !can_run;
+      if (!can_run) continue;
       LayerwiseLoad* const layers = owners_.traffic.store.LayersOf(*request, sample);
       const int64_t length = layers == nullptr ? sample.computed : layers->end();
       if (layers == nullptr && length % options_.page_size != 0)
@@ -279,8 +286,8 @@ void StepPlanner::RestartOrFail() {
   Request& request = *holders_.requests.running().front();
   if (request.restarted) {
     owners_.answers.End(&request, FinishReason::kError,
-                        "OutOfPages: request " + std::to_string(request.id) +
-                            " runs alone and the cache has no page left for its next token");
+                        "OutOfPages: the request runs alone, and the cache has no page left for "
+                        "its next token; raise EngineOptions::kv_bytes or lower max_tokens or n");
     return;
   }
   request.restarted = true;

@@ -50,7 +50,7 @@ class StepPlanner {
   void Publish(EngineStats* stats) const noexcept { stats->preemptions = preemptions_; }
 
  private:
-  int64_t WaitingForDocuments() const;
+  int64_t StandingRequests(const StepBatch& works) const;
   Status GiveSequences();
   int64_t PendingNow(const Request& request, const Sample& sample, int64_t length) const;
   Result<std::vector<bool>> WhichOpenPages(std::span<const int64_t> sequence_ids) const;

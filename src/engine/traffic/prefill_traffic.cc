@@ -115,7 +115,10 @@ Result<SamplingOptions> PrefillTraffic::OptionsOf(const PrefillJob& job) {
                       std::to_string(map.count) + " from position " +
                       std::to_string(map.first_position) + " on; a map ends where its job does");
   }
-  return SamplingOptions{.max_tokens = 0, .window = job.job.window, .sinks = job.job.sinks};
+  return SamplingOptions{.max_tokens = 0,
+                         .cache_salt = job.job.salt,  // tenants take turns
+                         .window = job.job.window,
+                         .sinks = job.job.sinks};
 }
 
 PrefixSpace PrefillTraffic::SpaceOf(const TransferJob& job) {

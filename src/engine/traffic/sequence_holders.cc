@@ -8,11 +8,12 @@
 namespace quire {
 
 SequenceHolders::SequenceHolders(EngineStates states, const EngineOptions& options,
-                                 int64_t retained_max, std::unique_ptr<ModelDrafter> model_drafter,
+                                 const PrefixCache::Limits& retained,
+                                 std::unique_ptr<ModelDrafter> model_drafter,
                                  std::shared_ptr<Clock> clock)
     : state(states),
       speculator(std::move(model_drafter), options.max_tree_nodes, options.prefill_chunk),
-      prefix_cache(state, options.page_size, retained_max, std::move(clock)),
+      prefix_cache(state, options.page_size, retained, std::move(clock)),
       finder(&requests, &prefix_cache, state, options.prefix_cache, options.page_size),
       sequences(state, &prefix_cache, &speculator),
       samples_max_(options.max_num_sequences) {}

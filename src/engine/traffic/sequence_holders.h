@@ -25,8 +25,9 @@ namespace quire {
 
 struct SequenceHolders {
   // What `state` views outlives the holders. model_drafter: null without a draft model.
-  SequenceHolders(EngineStates states, const EngineOptions& options, int64_t retained_max,
-                  std::unique_ptr<ModelDrafter> model_drafter, std::shared_ptr<Clock> clock);
+  SequenceHolders(EngineStates states, const EngineOptions& options,
+                  const PrefixCache::Limits& retained, std::unique_ptr<ModelDrafter> model_drafter,
+                  std::shared_ptr<Clock> clock);
   SequenceHolders(const SequenceHolders&) = delete;
   SequenceHolders& operator=(const SequenceHolders&) = delete;
 

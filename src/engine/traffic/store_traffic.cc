@@ -19,7 +19,7 @@ constexpr int64_t kWaitNs = 50 * int64_t{1'000'000};
 // again, at most this number of times; then it computes.
 constexpr int64_t kLookupsMax = 2;
 
-// Steps of fewer tokens are decodes, whose time is that of reading the weights.
+// The time of fewer tokens is that of reading the weights.
 constexpr int64_t kSpeedTokensMin = 16;
 // Weight of the newest step in the mean: the speed of the last ten or so.
 constexpr double kSpeedWeight = 0.2;

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import uvicorn
 from quire import errors
-from quire.engine import Piece, Result, Usage
+from quire.engine import Piece, Result, StepTimes, Usage
 from quire.grammar import CompiledGrammar, Grammar
 from quire.serve import protocol
 from quire.serve._streams import Answer, Streams
@@ -30,6 +30,7 @@ from quire.serve.grammar_probe import TooCostlyError
 from quire.serve.grammar_queue import GrammarQueue
 from quire.serve.guard import Guard
 from quire.serve.limits import Limits
+from quire.serve.metrics import _COUNTERS, _GAUGES, Metrics
 from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook, LimitedProtocol
 from quire.serve.refusal_log import RefusalLog
@@ -1120,3 +1121,23 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
         queue.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_counters_never_fall() -> None:
+    """Tokens behind a stop text leave the engine's count when the answer is cut."""
+    fields = (*_GAUGES, *_COUNTERS, "pages_total", "pages_free", "retained_pages", "pages_in_use")
+    engine: Any = SimpleNamespace(
+        step_times=lambda: StepTimes((), (0,), 0.0),
+        store=None,
+        prefill_peers=dict,
+        prefill_refusals=dict,
+    )
+    metrics = Metrics(ConnectionBook(Limits()))
+
+    def shown(count: int) -> str:
+        page = metrics.text(dict.fromkeys(fields, count), engine)
+        return next(line for line in page.splitlines() if line.startswith("quire:generation_tok"))
+
+    assert shown(20) == "quire:generation_tokens_total 20"
+    assert shown(17) == "quire:generation_tokens_total 20"
+    assert shown(21) == "quire:generation_tokens_total 21"
