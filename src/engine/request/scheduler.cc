@@ -41,8 +41,7 @@ int64_t PromptTokens(const SchedulerView& view) {
   return std::max(static_cast<int64_t>(tokens) - decodes, kPromptTokensMin);
 }
 
-// Of a step's tokens, those that samples that decode leave to prompts in work, however many they
-// are.
+// Tokens of a step that samples that decode leave to prompts in work, however many they are.
 int64_t KeptForPrompts(const SchedulerView& view) {
   int64_t pending = 0;
   for (const RunnableSample& sample : view.running) {
