@@ -175,6 +175,7 @@ Result<std::vector<bool>> StepPlanner::WhichOpenPages(std::span<const int64_t> s
 // `works` gets the sample behind each entry.
 Result<std::vector<RunnableSample>> StepPlanner::ViewRunning(StepBatch* works) {
   std::vector<RunnableSample> view;
+  owners_.traffic.BeginPlan();
   std::map<int64_t, std::vector<size_t>> inside_pages;  // places in `view`, by length
   for (const auto& request : holders_.requests.running()) {
     if (holders_.requests.WaitsForDocuments(*request)) continue;
