@@ -35,7 +35,10 @@ std::unique_ptr<BenchCase> MakePlanCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeGrowthCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeChunkCase(const JsonValue& request);
 std::unique_ptr<BenchCase> MakeTransferCase(const JsonValue& request);
+std::unique_ptr<BenchCase> MakeChannelCase(const JsonValue& request);
 bool HasUcx();  // whether way "ucx" can be had
+// Where a listener may be, a new place each time. way: "tcp", "unix" or "ucx".
+std::string PlaceToListen(const std::string& way);
 
 inline double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -51,6 +54,19 @@ template <typename T>
 T Require(Result<T> result) {
   Require(result.status());
   return *std::move(result);
+}
+
+// The seconds of each call of `call`, as "call".
+template <typename F>
+nlohmann::json TimeCalls(const RunLimits& limits, F&& call) {
+  nlohmann::json samples = nlohmann::json::object();
+  const double begin = Now();
+  for (int64_t i = 0; i < limits.min_calls || Now() - begin < limits.seconds; ++i) {
+    const double start = Now();
+    call();
+    samples["call"].push_back(Now() - start);
+  }
+  return samples;
 }
 
 }  // namespace quire::bench

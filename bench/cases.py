@@ -1175,7 +1175,7 @@ def _move_case(shape: str, tokens: int, *, quick: bool) -> Case:
     ways = {"Quire": "unix", "TCP": "tcp", "UCX": "ucx", "one process": "hand", "copy": "copy"}
     # Messages of memory to memory, without digests and pages: UCX's own benchmark over the same
     # transports (UCX_TLS), and what other engines move keys and values with.
-    messages = {"kind": "transfer", "bytes": size}
+    messages = {"kind": "transfer", "bytes": size, "message_bytes": 1 << 20}
     peers = {"ucx_perftest": "ucx-perftest", "Mooncake": "mooncake", "NIXL": "nixl"}
     return Case(
         name=f"transfer/{shape}/{tokens}",
@@ -1192,7 +1192,7 @@ def _move_case(shape: str, tokens: int, *, quick: bool) -> Case:
 
 def _pair_case(model: models.Model, tokens: int, within: float, *, quick: bool) -> Case:
     """A new prompt up to its first token: computed by another process, or by the one that
-    answers."""
+    answers; or that and what one engine leaves in a Redis and another one finds there."""
     request = {"kind": "prefill", "tokens": tokens, "repetitions": 1}
     return Case(
         name=f"pair/{model.name}/first_token/{tokens}",
@@ -1200,8 +1200,9 @@ def _pair_case(model: models.Model, tokens: int, within: float, *, quick: bool) 
         sides=(
             Side("Quire", "quire-pair", request),
             Side("one process", "quire-cold", request),
+            Side("Redis", "quire-redis-pair", request),
         ),
-        metrics=(Metric(goals=(Goal("one process", 1 / (1 + within)),)),),
+        metrics=(Metric(goals=(Goal("one process", 1 / (1 + within)), Goal("Redis", 1.0))),),
         quick=quick,
         model=model.name,
         tokens=tokens + 512,  # in whole pages, and one for the answer
@@ -1209,14 +1210,87 @@ def _pair_case(model: models.Model, tokens: int, within: float, *, quick: bool) 
     )
 
 
+def _channel_case(part_kib: int, mib: int, *, quick: bool) -> Case:
+    """Messages of one size, from memory to memory: no caches, no pages. Quire's have digests."""
+    part = part_kib << 10
+    request = {"kind": "channel", "bytes": mib << 20, "message_bytes": part}
+    ways = {"Quire": "unix", "TCP": "tcp", "UCX": "ucx", "copy": "copy"}
+    messages = request | {"kind": "transfer"}
+    size = f"{part_kib}KiB" if part < 1 << 20 else f"{part >> 20}MiB"
+    return Case(
+        name=f"channel/{size}",
+        group="q",
+        sides=(
+            *(Side(name, "quire", request | {"way": way}) for name, way in ways.items()),
+            Side("ucx_perftest tcp", "ucx-perftest", messages | {"tls": "tcp"}),
+            Side("ucx_perftest posix", "ucx-perftest", messages | {"tls": "posix"}),
+            Side("Mooncake", "mooncake", messages),
+            Side("NIXL", "nixl", messages),
+        ),
+        metrics=(
+            Metric(
+                unit="GB/s",
+                bytes=mib << 20,
+                goals=(
+                    Goal("copy", 0.5),
+                    Goal("ucx_perftest posix", 1.2),
+                    Goal("ucx_perftest tcp", 0.9, side="TCP"),
+                    Goal("Mooncake", 2.0, side="TCP"),
+                ),
+            ),
+        ),
+        quick=quick,
+        side_bytes=2 * mib << 20,
+    )
+
+
+def _apart_case(model: models.Model, prompt: int, tokens: int) -> Case:
+    """Answers that one core writes while prompts arrive that a process on another core computes;
+    beside it one process that has both cores."""
+    clients = 8
+    request = {"kind": "arrivals", "clients": clients, "prompts": 3}
+    request |= {"prompt": prompt, "tokens": tokens}
+    return Case(
+        name=f"pair/{model.name}/arrivals/{clients}+3x{prompt}",
+        group="q",
+        sides=(
+            Side("Quire", "quire-apart", request),
+            Side("one process", "quire-together", request),
+        ),
+        metrics=(
+            Metric("first token"),
+            Metric("between tokens, quiet p99"),
+            Metric("between tokens, p99", goals=(Goal("one process", 1.0),)),
+            Metric("p99 by its quiet value", "times", goals=(Goal("most", 1.1),)),
+        ),
+        long=model.name == "1b",
+        model=model.name,
+        # In whole pages each.
+        tokens=clients * (32 + tokens + 256) + prompt + 512,
+        sequences=clients + 1,
+        length=max(prompt, 32 + tokens) + 2,
+    )
+
+
 def _transfer_cases() -> list[Case]:
-    cases = [_move_case("1.1b", 2048, quick=True), _move_case("8b", 2048, quick=False)]
+    cases = [_channel_case(kib, 256, quick=kib == 1024) for kib in (64, 1024, 16384)]
+    cases += [_move_case("1.1b", 2048, quick=True), _move_case("8b", 2048, quick=False)]
     for name in models.NAMES:
+        cases.append(_apart_case(models.describe(name), 8000, 4096))
         for tokens in (2048, 8000):  # the embedded model has 8192 positions
             within = 0.03 if name == "1b" else 0.05
             quick = (name, tokens) == ("embedded", 2048)
             cases.append(_pair_case(models.describe(name), tokens, within, quick=quick))
     return cases
+
+
+def _small_transfer_cases(model: models.Model) -> list[Case]:
+    return [
+        _channel_case(64, 1, quick=True),
+        _move_case("1.1b", 64, quick=True),
+        _pair_case(model, 300, 0.05, quick=True),
+        _apart_case(model, 64, 500),
+    ]
 
 
 def smoke_cases(threads: int) -> list[Case]:
@@ -1283,8 +1357,7 @@ def smoke_cases(threads: int) -> list[Case]:
         ),
         _server_start_case(models.describe("embedded"), 500),
         _beams_case(2, 8, 2, quick=True),
-        _move_case("1.1b", 64, quick=True),
-        _pair_case(models.describe("embedded"), 48, 0.05, quick=True),
+        *_small_transfer_cases(models.describe("embedded")),
         documents_case(models.describe("embedded"), "pages", 24),
         documents_case(models.describe("embedded"), "disk", 24),
     ]

@@ -45,6 +45,7 @@ from workers import (
     Patience,
     Process,
     RedisServer,
+    StorePairWorker,
     UcxPerftest,
     Worker,
     WorkerError,
@@ -70,7 +71,12 @@ _VLLM_AGAIN = (
     *("vllm-lmcache", "vllm-hit", "vllm-cold"),
 )
 # Engines with room for one case.
-_MADE_FOR_A_CASE = ("quire-cold", "quire-disk", "quire-pages", "quire-pair", "quire-redis")
+_MADE_FOR_A_CASE = (
+    *("quire-cold", "quire-disk", "quire-pages", "quire-redis"),
+    *("quire-pair", "quire-redis-pair", "quire-apart", "quire-together"),
+)
+# Sides stand still while another one works: a connection outlives that.
+_CONNECTION = {"peer_dead_after": 86400}
 _SERVING_WORKERS = ("quire-serve", "quire-loop", "llama-serve", "vllm-serve")
 
 
@@ -376,6 +382,10 @@ class Workers:
             return self._blends(kind.removeprefix("quire-blend-"), log, case)
         if kind == "quire-pair":
             return self._pair(log, self._load(case, alone=True) | {"prefix_cache": False})
+        if kind == "quire-redis-pair":
+            return self._redis_pair(log, self._load(case, alone=True))
+        if kind in ("quire-apart", "quire-together"):
+            return self._on_two_cores(log, self._load(case, alone=True), kind == "quire-apart")
         if kind in _SERVING_WORKERS:
             return self._serving(kind, log, case)
         if kind == "llama-server":
@@ -451,13 +461,41 @@ class Workers:
 
     def _pair(self, log: Path, load: dict[str, Any]) -> LineWorker:
         """An engine all of whose prompts another process computes, with as many threads."""
-        endpoint = f"unix:{tempfile.mkdtemp(dir=self._scratch())}/socket"
+        helper, peers = self._prefill_process(log, load)
         command = [sys.executable, str(HERE / "quire_engine_worker.py")]
-        helper = LineWorker(
-            command, log.with_suffix(".prefill.log"), self._patience, load | {"listen": endpoint}
+        return PairWorker(helper, command, log, self._patience, load | peers)
+
+    def _prefill_process(
+        self, log: Path, load: dict[str, Any]
+    ) -> tuple[LineWorker, dict[str, Any]]:
+        """One that computes prompts, and the options of an engine that has all of them from it."""
+        endpoint = f"unix:{tempfile.mkdtemp(dir=self._scratch())}/socket"
+        helper = self._quire_engine(
+            log.with_suffix(".prefill.log"), load | _CONNECTION | {"listen": endpoint}
         )
         peers = {"prefill_from": [endpoint], "prefill_remote": "always", "on_peer_loss": "fail"}
-        return PairWorker(helper, command, log, self._patience, load | peers)
+        return helper, peers | {"prefill_timeout": 3600} | _CONNECTION
+
+    def _redis_pair(self, log: Path, load: dict[str, Any]) -> LineWorker:
+        """An engine that finds each prompt in a Redis, where another one has put it."""
+        load |= {"prefix_cache": False, "kv_redis": self._redis_endpoint()}
+        helper = self._quire_engine(log.with_suffix(".prefill.log"), load)
+        command = [sys.executable, str(HERE / "quire_engine_worker.py")]
+        return StorePairWorker(helper, command, log, self._patience, load)
+
+    def _on_two_cores(self, log: Path, load: dict[str, Any], apart: bool) -> LineWorker:
+        """Clients of an engine that has one core, and one that computes all its prompts on another
+        one; or of an engine that has both cores."""
+        cores = sorted(os.sched_getaffinity(0))
+        here, there = cores[0], cores[len(cores) // 2]
+        own = {name: value for name, value in load.items() if name != "length"}
+        command = [sys.executable, str(HERE / "quire_loop_worker.py")]
+        if not apart:
+            own |= {"threads": 2, "cores": [here, there]}
+            return LineWorker(command, log, self._patience, own)
+        helper, peers = self._prefill_process(log, load | {"threads": 1, "cores": [there]})
+        own |= {"threads": 1, "cores": [here]}
+        return PairWorker(helper, command, log, self._patience, own | peers)
 
     def _blends(self, place: str, log: Path, case: Case) -> LineWorker:
         directory = tempfile.mkdtemp(dir=self._scratch()) if place == "disk" else None

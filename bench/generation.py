@@ -109,6 +109,7 @@ class Cases:
             return {"samples": {"first token": [self.seconds([prompt], 1)]}}
         measure: dict[str, Callable[..., list[float]]] = {
             "prefill": self.prefill,
+            "leave": self.leave,
             "generate": lambda **rest: self.generation(self._prompts[key], **rest),
             "shared": self.shared_prefix,
             "first_token": self.first_token,
@@ -119,6 +120,16 @@ class Cases:
     def prefill(self, tokens: int, repetitions: int = 1) -> list[float]:
         """Seconds for a new prompt, up to its first token."""
         return [self.seconds([self.prompt(tokens)], 1) for _ in range(repetitions)]
+
+    def leave(self, tokens: int, repetitions: int = 1) -> list[float]:
+        """The same, until another engine finds what was computed."""
+        seconds = []
+        for _ in range(repetitions):
+            begin = time.perf_counter()
+            self._engine.generate([self.prompt(tokens)], 1)
+            self._engine.settle()
+            seconds.append(time.perf_counter() - begin)
+        return seconds
 
     def generation(self, prompts: list[Prompt], depth: int, batch: int, tokens: int) -> list[float]:
         """Seconds of one decode step behind prompts that are cached: the difference of two times,

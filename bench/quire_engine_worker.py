@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from typing import Any
 
 import generation
+
+
+def prompts_of_peers(engine: Any) -> int:
+    """How many prompts other processes have computed for it. All of them are connected then."""
+    while not all(peer.connected for peer in engine.prefill_peers()):
+        time.sleep(0.01)
+    return sum(peer.prompts for peer in engine.prefill_peers())
 
 
 def load(
@@ -15,9 +24,13 @@ def load(
     sequences: int,
     length: int,
     listen: str | None = None,
+    cores: list[int] | None = None,
     **options: Any,
 ) -> generation.Engine:
-    """listen: where it computes prompts for other processes; None: nowhere."""
+    """listen: where it computes prompts for other processes; None: nowhere. cores: where it runs;
+    None: anywhere."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
     # tvm-ffi imports torch where it finds it, for seconds and 200 MiB; the program `quire` does
     # not let it either.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -32,7 +45,10 @@ def load(
         engine.serve_prefill(listen)
 
     def generate(prompts: list[generation.Prompt], count: int) -> None:
+        before = prompts_of_peers(engine)
         engine.generate(prompts, max_tokens=count, ignore_eos=True, greedy=True)
+        if "prefill_from" in options and prompts_of_peers(engine) - before != len(prompts):
+            raise RuntimeError(f"a prompt was computed here: {engine.prefill_peers()}")
 
     version = f"Quire {quire.__version__} ({engine.info.kernel_path})"
     return generation.Engine(

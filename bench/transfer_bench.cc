@@ -87,10 +87,7 @@ class TransferCase : public BenchCase {
 
   void Connect(const std::string& way) {
     TransferListenerOptions options;
-    options.endpoint = way == "unix" ? "unix:/tmp/quire-bench-" + std::to_string(::getpid()) + "-" +
-                                           std::to_string(++sockets_made)
-                       : way == "ucx" ? "ucx:127.0.0.1:0"
-                                      : "127.0.0.1:0";
+    options.endpoint = PlaceToListen(way);
     options.peer.passport = Require(CachePassport(SequenceStates(*to_), Passport(), false));
     options.peer.send_wait = std::chrono::minutes(1);
     const std::unique_ptr<TransferListener> listener = Require(TransferListener::Start(options));
@@ -118,7 +115,6 @@ class TransferCase : public BenchCase {
     if (ended.code() != StatusCode::kNotFound) Require(ended);
   }
 
-  static inline int sockets_made = 0;
   const Shape shape_;
   const std::shared_ptr<Clock> clock_ = MachineTime();
   const std::unique_ptr<AttentionKVCache> from_;
@@ -134,14 +130,7 @@ class CopyCase : public BenchCase {
         to_(from_.size()) {}
 
   nlohmann::json Run(const RunLimits& limits) override {
-    nlohmann::json samples = nlohmann::json::object();
-    const double begin = Now();
-    for (int64_t i = 0; i < limits.min_calls || Now() - begin < limits.seconds; ++i) {
-      const double start = Now();
-      std::memcpy(to_.data(), from_.data(), from_.size());
-      samples["call"].push_back(Now() - start);
-    }
-    return samples;
+    return TimeCalls(limits, [&] { std::memcpy(to_.data(), from_.data(), from_.size()); });
   }
 
  private:
@@ -154,6 +143,15 @@ class CopyCase : public BenchCase {
 bool HasUcx() {
   Endpoint endpoint = Require(Endpoint::Parse("127.0.0.1:0"));
   return ListenUcx(&endpoint).ok();
+}
+
+std::string PlaceToListen(const std::string& way) {
+  static int sockets_made = 0;
+  if (way == "tcp") return "127.0.0.1:0";
+  if (way == "ucx") return "ucx:127.0.0.1:0";
+  if (way != "unix") Require(Status(StatusCode::kBadArgument, "way: there is no " + way));
+  return "unix:/tmp/quire-bench-" + std::to_string(::getpid()) + "-" +
+         std::to_string(++sockets_made);
 }
 
 std::unique_ptr<BenchCase> MakeTransferCase(const JsonValue& request) {

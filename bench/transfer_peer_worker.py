@@ -1,5 +1,5 @@
 """Bytes that one process writes into the memory of another one, over Mooncake's TCP or NIXL's UCX,
-in blocks as large as the parts of a connection. argv[1]: mooncake or nixl; argv[2] "source" or
+in blocks. argv[1]: mooncake or nixl; argv[2] "source" or
 "target": one of the two. They live for one round: NIXL's threads spin while nothing is sent."""
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import line_protocol
 
-_BLOCK_BYTES = 1 << 20  # of bench/workers.py's ucx_perftest
 _HOST = "127.0.0.1"
 _CALLS = 3  # a round
 
@@ -34,10 +33,10 @@ class Memory:
     def digest(self) -> int:
         return zlib.crc32(self.bytes)
 
-    def blocks(self, address: int) -> list[tuple[int, int]]:
+    def blocks(self, address: int, block_bytes: int) -> list[tuple[int, int]]:
         """(address, size) of the blocks of as much memory that begins there."""
-        starts = range(0, self.size, _BLOCK_BYTES)
-        return [(address + at, min(_BLOCK_BYTES, self.size - at)) for at in starts]
+        starts = range(0, self.size, block_bytes)
+        return [(address + at, min(block_bytes, self.size - at)) for at in starts]
 
 
 class Engine(Protocol):
@@ -47,7 +46,7 @@ class Engine(Protocol):
         """What the other end must know to write here."""
 
     def reach(self, shared: dict[str, Any]) -> None:
-        """Opens the way to an end that has shared this."""
+        """Opens the way to an end that has shared this. "block_bytes" of it: as much at a time."""
 
     def write(self) -> None:
         """Writes all, and returns when it is there."""
@@ -71,8 +70,9 @@ class Mooncake:
         }
 
     def reach(self, shared: dict[str, Any]) -> None:
-        here = self._memory.blocks(self._memory.address)
-        there = self._memory.blocks(shared["address"])
+        block_bytes = shared["block_bytes"]
+        here = self._memory.blocks(self._memory.address, block_bytes)
+        there = self._memory.blocks(shared["address"], block_bytes)
         self._call = (
             shared["name"],
             [address for address, _ in here],
@@ -103,7 +103,8 @@ class Nixl:
         name = self._agent.add_remote_agent(bytes.fromhex(shared["metadata"]))
         here, there = (
             self._agent.get_xfer_descs(
-                [(at, size, 0) for at, size in self._memory.blocks(address)], "DRAM"
+                [(at, size, 0) for at, size in self._memory.blocks(address, shared["block_bytes"])],
+                "DRAM",
             )
             for address in (self._memory.address, shared["address"])
         )
@@ -183,19 +184,20 @@ def info() -> dict[str, Any]:
     return {"version": f"{package} {importlib.metadata.version(package)}"}
 
 
-def prepare(key: str, kind: str, bytes: int) -> dict[str, Any]:
+def prepare(key: str, kind: str, bytes: int, message_bytes: int) -> dict[str, Any]:
     """Whether it works here."""
-    run(key, kind, bytes)
+    run(key, kind, bytes, message_bytes)
     return {}
 
 
-def run(key: str, kind: str, bytes: int) -> dict[str, Any]:
+def run(key: str, kind: str, bytes: int, message_bytes: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         ends = [End("target"), End("source")]
         for end in ends:
             stack.callback(end.close)
         target, source = ends
-        source.ask(do="reach", shared=target.ask(do="share", size=bytes) | {"size": bytes})
+        own = {"size": bytes, "block_bytes": message_bytes}
+        source.ask(do="reach", shared=target.ask(do="share", size=bytes) | own)
         source.ask(do="write")  # connects
         calls = [source.ask(do="write")["seconds"] for _ in range(_CALLS)]
         same = target.ask(do="digest") == source.ask(do="digest")

@@ -3,7 +3,7 @@
 //   {"do": "info"}                                            what is measured here
 //   {"do": "probe", "threads", "bytes", "repetitions", "single"}   the machine's bounds, now
 //   {"do": "prepare", "key", "kind": "attention" | "blend" | "plan" | "growth" | "chunks" |
-//    "transfer", ...}                                       makes a case
+//    "transfer" | "channel", ...}                           makes a case
 //   {"do": "run", "key", "seconds", "min_calls"}              {"samples": {name: [seconds...]}}
 //   {"do": "drop", "key"}
 // A request that cannot be met ends the process with the reason on standard error.
@@ -70,6 +70,8 @@ class Worker {
       cases_[key] = MakeChunkCase(request);
     } else if (kind == "transfer") {
       cases_[key] = MakeTransferCase(request);
+    } else if (kind == "channel") {
+      cases_[key] = MakeChannelCase(request);
     } else {
       Require(Status(StatusCode::kBadArgument, "kind: there is no " + kind));
     }

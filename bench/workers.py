@@ -256,6 +256,26 @@ class PairWorker(LineWorker):
         self._helper.stop()
 
 
+class StorePairWorker(PairWorker):
+    """Two engines that share a store: the helper computes a prompt and leaves it there, the child
+    finds it. Both draw the same prompts (generation.Cases)."""
+
+    def __init__(self, helper: LineWorker, *arguments: Any) -> None:
+        self._computing = helper
+        super().__init__(helper, *arguments)
+
+    def prepare(self, key: str, request: dict[str, Any]) -> None:
+        self._computing.prepare(key, request | {"kind": "leave"})
+        super().prepare(key, request)
+
+    def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]:
+        """Seconds of both together."""
+        left = self._computing.run(key, request | {"kind": "leave"})
+        found = super().run(key, request)
+        both = zip(left["call"], found["call"], strict=True)
+        return {"call": [first + then for first, then in both]}
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -449,9 +469,8 @@ class LlamaBench:
 
 
 class UcxPerftest:
-    """ucx_perftest: one call a round, messages as large as the parts of a connection."""
-
-    _MESSAGE_BYTES = 1 << 20
+    """ucx_perftest: one call a round, messages of one size. "tls" of a request: the transports that
+    it may use; without it, those of UCX_TLS."""
 
     def __init__(self, binary: str, log: Path, patience: Patience) -> None:
         self._binary, self._log, self._patience = binary, log, patience
@@ -462,25 +481,29 @@ class UcxPerftest:
 
     def run(self, key: str, request: dict[str, Any]) -> dict[str, list[float]]:
         """Seconds of `bytes` bytes."""
-        count = -(-request["bytes"] // self._MESSAGE_BYTES)
+        size = request["message_bytes"]
+        count = -(-request["bytes"] // size)
+        env = os.environ | ({"UCX_TLS": request["tls"]} if "tls" in request else {})
         with open(self._log, "wb") as errors, socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
             taken.close()
             command = [self._binary, "-p", port]
-            with subprocess.Popen(command, stdout=errors, stderr=errors) as server:
+            with subprocess.Popen(command, stdout=errors, stderr=errors, env=env) as server:
                 try:
-                    microseconds = self._client(port, count)
+                    microseconds = self._client(port, size, count, env)
                 finally:
                     server.kill()
-        return {"call": [microseconds * 1e-6 * request["bytes"] / self._MESSAGE_BYTES]}
+        return {"call": [microseconds * 1e-6 * request["bytes"] / size]}
 
-    def _client(self, port: str, count: int) -> float:
+    def _client(self, port: str, size: int, count: int, env: dict[str, str]) -> float:
         """Microseconds of a message."""
-        test = ["-t", "tag_bw", "-s", str(self._MESSAGE_BYTES), "-n", str(count), "-w", "2", "-f"]
+        test = ["-t", "tag_bw", "-s", str(size), "-n", str(count), "-w", "2", "-f"]
         command = [self._binary, "127.0.0.1", "-p", port, *test]
         until = time.monotonic() + self._patience()
         while time.monotonic() < until:  # the server does not say when it listens
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=600, env=env
+            )
             # Messages, and microseconds of one: a percentile, the last ones, all.
             rows = [line.removeprefix("Final:").split() for line in done.stdout.splitlines()]
             rows = [row for row in rows if row and row[0].isdigit()]

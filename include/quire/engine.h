@@ -42,8 +42,7 @@ enum class DraftKind : uint8_t {
 
 struct Speculation {
   DraftKind draft = DraftKind::kNone;
-  // The largest number of guesses per step, in [1, kDraftTokensMax]; it falls while few of them are
-  // right.
+  // The most guesses of a step, in [1, kDraftTokensMax]; fewer while few of them are right.
   int64_t draft_tokens = 8;
   // In [1, kBranchesMax]: the number of earlier places to follow, or of the draft model's best
   // tokens at each place.
@@ -85,6 +84,10 @@ struct EngineOptions {
   // Keys and values on their way from AttachPrefillPeers, before they are in their pages: the most
   // that they hold at a time. 0 = 64 MiB, which the plan has not counted.
   int64_t staging_bytes = 0;
+  // The same on their way to peers (ServePrefill), a quarter at most to one of them. 0 =
+  // kSendingBytesDefault, which the plan has not counted.
+  int64_t sending_bytes = 0;
+  static constexpr int64_t kSendingBytesDefault = int64_t{128} << 20;
   Speculation speculation = {};  // of requests that do not say
   // A smaller model with the same tokens, for DraftKind::kModel; computed like the other one.
   std::string draft_model_directory = {};
@@ -116,6 +119,7 @@ void ForEachOption(EngineOptions& options, F&& f) {
   f("kv_bytes", options.kv_bytes, IntegerRange{});
   f("state_bytes", options.state_bytes, IntegerRange{});
   f("staging_bytes", options.staging_bytes, IntegerRange{0, int64_t{1} << 40});
+  f("sending_bytes", options.sending_bytes, IntegerRange{0, int64_t{1} << 40});
   f("speculation", options.speculation);
   f("draft_model_directory", options.draft_model_directory);
   f("max_tree_nodes", options.max_tree_nodes, IntegerRange{0, int64_t{1} << 16});
@@ -170,8 +174,7 @@ struct BlendRequest {
 // position) only. Order: filter, penalties, bias, then greedy, or temperature, top_k, top_p, min_p
 // (each on what the one before left). Equal logits: the lower id comes first.
 struct SamplingOptions {
-  // >= 0. 0: the prompt alone is computed, and its KV kept and stored; its samples end with
-  // kLength.
+  // >= 0. 0: the prompt alone is computed, its KV kept and stored; samples end with kLength.
   int64_t max_tokens = 128;
   float temperature = 0.0F;  // >= 0; 0 = greedy
   int64_t top_k = 0;         // >= 0; 0 = off
@@ -199,6 +202,9 @@ struct SamplingOptions {
   // One of PrefillPeerOptions::addresses. Unless the engine never asks peers, this one is asked for
   // the prompt if it is there, and no other one, whatever is predicted. Empty: the engine chooses.
   std::string prefill_peer = {};
+  // A peer is about to ask for the prompt (ServePrefill): its KV is given up last until it has, or
+  // the time of a transfer's lease is over.
+  bool held_for_peer = false;
   std::optional<Speculation> speculation = {};  // nothing: EngineOptions::speculation
   // A text that the answer is likely to repeat in parts: DraftKind::kNGram guesses from it, too. It
   // changes no answer. Where the request has no speculation of its own, it is kNGram.
@@ -219,8 +225,7 @@ struct SamplingOptions {
   static constexpr int64_t kLogprobsMax = 256;                    // 2 KiB per token of the answer
   static constexpr int64_t kStopSequencesMax = 64;                // each is compared at every token
   static constexpr int64_t kStopTokensMax = 256;       // of one; as many tokens may be held back
-  static constexpr int64_t kCacheSaltBytesMax = 4096;  // a tenant's name or key fits in; of a group
-                                                       // as well
+  static constexpr int64_t kCacheSaltBytesMax = 4096;  // a tenant's name or key; of a group too
   static constexpr int64_t kTurnWeightMax = int64_t{1} << 20;
   static constexpr int64_t kPredictedTokensMax = int64_t{1} << 16;  // each is hashed three times
 };
@@ -246,6 +251,7 @@ void ForEachOption(SamplingOptions& options, F&& f) {
   f("turn_group", options.turn_group);
   f("turn_weight", options.turn_weight);
   f("prefill_peer", options.prefill_peer);
+  f("held_for_peer", options.held_for_peer);
   f("speculation", options.speculation);
   f("predicted_tokens", options.predicted_tokens);
   f("window", options.window);
@@ -352,8 +358,7 @@ struct BlendUsage {
   int64_t left_tokens() const { return moved_tokens - recomputed_tokens; }
 };
 
-// Why the KV of a prompt was not all there when its request was admitted, as far as requests of its
-// own salt tell.
+// Why not all KV of a prompt was there when it was admitted, as far as requests of its salt tell.
 enum class PrefixMissKind : uint8_t {
   kNone,     // all was there that can be used: the last token is always computed
   kNew,      // nothing is known behind the first `position` tokens
@@ -453,6 +458,11 @@ struct EngineStats {
   // these, the ones whose deadline or lease was over, or whose peer did not take the rows in time.
   int64_t served_peers = 0, served_waiting = 0, served_prompts = 0, served_tokens = 0;
   int64_t served_losses = 0, served_timeouts = 0;
+  int64_t sending_bytes = 0;  // of rows that peers have not taken yet
+  // Prompts that are held for peers (SamplingOptions::held_for_peer) and their pages, now; those
+  // that were asked for, whose time was over, and that made room or met the end of serving.
+  int64_t held_prompts = 0, held_pages = 0;
+  int64_t held_used = 0, held_overdue = 0, held_given_up = 0;
   // As in StepOutput, over all requests, and the time that guessing took. Tokens of answers per
   // decode_forwards are what speculation saves at most.
   int64_t drafted_tokens = 0, accepted_tokens = 0, decode_forwards = 0;
@@ -462,8 +472,7 @@ struct EngineStats {
   int64_t blend_exact_tokens = 0, blend_kept_tokens = 0, blend_computed_tokens = 0;
 };
 
-// ---- How things stand between two steps, to be shown to people: what holds which KV. No text is
-// in it.
+// ---- How things stand between two steps, to be shown to people: what holds which KV. No text.
 
 // At most this number of blocks, of sequences and of requests that wait are described.
 inline constexpr int64_t kDescribedMax = 1000;
@@ -518,7 +527,8 @@ struct MemoryPlan {
   int64_t draft_bytes = 0;    // all of the draft model: weights, KV, states, scratch
   // EngineOptions::staging_bytes, and with recurrent layers the states of prompts that come.
   int64_t staging_bytes = 0;
-  int64_t total_bytes = 0;      // weights, KV, states, scratch, draft, staging
+  int64_t sending_bytes = 0;    // EngineOptions::sending_bytes
+  int64_t total_bytes = 0;      // weights, KV, states, scratch, draft, staging, sending
   int64_t machine_bytes = 0;    // memory of this machine, or of the control group it runs in
   int64_t available_bytes = 0;  // of it, free when the plan was made; the plan fits up to this
   bool kv_shrunk = false;       // kv_bytes was 0, and there are fewer pages so that the plan fits
@@ -540,8 +550,7 @@ class Engine {
   virtual const ModelInfo& model_info() const = 0;
   virtual const std::string& kernel_path() const = 0;
 
-  // What Submit says of a request whatever else there is: BadArgument, TooLarge. From any thread at
-  // any time.
+  // What Submit says of a request whatever else there is: BadArgument, TooLarge. From any thread.
   virtual Status CheckSubmit(std::span<const int32_t> prompt,
                              const SamplingOptions& options) const = 0;
   // EngineOptions::max_waiting.
@@ -558,8 +567,7 @@ class Engine {
   // Ends one sample after the first `answer_tokens` tokens that it was given out, for a caller
   // that finds the end in the text (stop strings). The surplus is popped and not counted: state and
   // usage are as if it had stopped there at once. The next Step reports its end with kStop.
-  // UnknownSequence if the sample is not there (any more), BadArgument for more tokens than were
-  // given out.
+  // UnknownSequence if the sample is not there (any more), BadArgument for more than was given out.
   virtual Status Stop(int64_t request_id, int64_t sample, int64_t answer_tokens) = 0;
   // One forward for whatever is due, and its outputs. Empty outputs and ok when nothing is left to
   // do. When the forward fails, the requests that it fails for even alone end with kError. An error
@@ -578,9 +586,8 @@ class Engine {
   // that is. NotFound if there is none; else as quire::SaveSnapshot.
   virtual Result<int64_t> SaveSnapshot(const SnapshotContents& contents,
                                        const std::string& path) = 0;
-  // Requests that begin with the snapshot's tokens start after them from now on, as long as the
-  // prefix cache keeps them. TooLarge if model or cache cannot hold them; else as
-  // quire::LoadSnapshot.
+  // Requests that begin with the snapshot's tokens start after them, as long as the prefix cache
+  // keeps them. TooLarge if model or cache cannot hold them; else as quire::LoadSnapshot.
   virtual Result<SnapshotInfo> LoadSnapshot(const Passport& identity, const std::string& path,
                                             const SnapshotLoadOptions& options) = 0;
 

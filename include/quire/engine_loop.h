@@ -69,12 +69,10 @@ class EngineLoop {
   virtual Status Stop(int64_t request_id, int64_t sample, int64_t answer_tokens) = 0;
 
   // Calls `call` between two steps, after all that was asked for before, and waits for what it
-  // returns: for Logits, snapshots and the store. It must make none of Submit, Cancel, Stop and
-  // Step on the engine. From the sink, or inside of `call`, it is called at once. Full while
-  // max_calls threads wait.
+  // returns: for Logits, snapshots and the store. It must not Submit, Cancel, Stop or Step. From
+  // the sink, or inside of `call`, it is called at once. Full while max_calls threads wait.
   virtual Status Run(const std::function<Status(Engine&)>& call) = 0;
-  // Waits until all that was asked for before is carried out; not at all if it is. Ok from the
-  // sink.
+  // Waits until all that was asked for before is carried out. Ok from the sink.
   virtual Status Settle() = 0;
 
   // Ends all requests and the thread: waits for the step that runs, cancels, tells the sink, joins.

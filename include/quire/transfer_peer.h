@@ -1,18 +1,10 @@
-// Transfer between processes: one connection carries keys and values from the caches of one process
-// to those of another one, over TCP, shared memory or UCX (docs/transfer.md has both halves by
-// example, docs/formats/transfer-wire.md the bytes).
+// Transfer between processes: one connection carries keys and values between the caches of two, in
+// both directions, whichever of them listens, over TCP, shared memory or UCX (docs/transfer.md has
+// both halves by example, docs/formats/transfer-wire.md the bytes).
 //
-//   receiver                                         sender
-//   peer = TransferPeer::Connect(endpoint)           listener = TransferListener::Start(options)
-//   peer->SetReceiver(cache.transfer())              peer = listener->Accept(...)
-//   map = DisaggPrepareRecv(seq, n)                  channel->Connect(0, peer);
-//   SetLayerSink(channel) peer->Request(job, map)                --job-->  request =
-//   peer->NextRequest(...)
-//                                                    DisaggMarkSend(seq, begin, {request.map}, 0)
-//   WaitReceived(map.epoch, n)           <--parts--  forwards
-//   DisaggCommitRecv(map.epoch, n)
-//
-// Either side may listen, and one connection may carry both directions.
+//   SetReceiver(cache.transfer())         SetLayerSink(channel); channel->Connect(0, peer)
+//   Request(job, map)        --job-->     request = NextRequest(...); DisaggMarkSend(.., map, 0)
+//   WaitReceived(epoch, n)  <--parts--    forwards
 #ifndef QUIRE_TRANSFER_PEER_H_
 #define QUIRE_TRANSFER_PEER_H_
 
@@ -51,6 +43,9 @@ struct TransferPeerOptions {
   // The parts are no larger, so a receiver's staging memory must have room for one: 1 MiB or the
   // window, whichever is less.
   int64_t window_bytes = int64_t{64} << 20;
+  // Bytes of parts on their way from this side, however many the other one allows: they hold memory
+  // here. A row must fit. 0: as many as window_bytes, but 64 MiB at least.
+  int64_t send_bytes = 0;
   // How long a forward of this side waits for room in the other side's window before its mark ends.
   // A sender that has other work looks at send_room() first and lets such a prompt wait.
   std::chrono::nanoseconds send_wait = std::chrono::milliseconds(250);

@@ -720,6 +720,15 @@ class EngineOptions(TypedDict, total=False):
             ),
         ),
     ]
+    sending_bytes: Annotated[
+        int,
+        Option(
+            0,
+            "for an engine that serves prefill, memory for keys and values that other processes "
+            "have not taken yet, a quarter of it for one process; 0 = 128 MiB, which the memory "
+            "plan does not count.",
+        ),
+    ]
     peer_secret_file: Annotated[
         Path | None,
         Option(
@@ -1125,6 +1134,13 @@ class SamplingOptions(TypedDict, total=False):
         _answer(
             "one of prefill_from: that process is asked for the prompt if it is there, and no "
             'other one, whatever is predicted; without effect where prefill_remote is "never".'
+        ),
+    ]
+    held_for_peer: Annotated[
+        bool,
+        _answer(
+            "another process is about to ask for the prompt (serve_prefill): until it has, for 30 "
+            "seconds at most, its KV is given up last, but never kept from a request.",
         ),
     ]
     grammar: Annotated["CompiledGrammar | Grammar | Mapping[str, Any] | None", _answer(_GRAMMAR)]

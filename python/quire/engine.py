@@ -316,6 +316,7 @@ class MemoryPlan:
     draft_bytes: all that the draft model takes.
     staging_bytes: with `prefill_from`, what arrives and is not in its pages yet, and with recurrent
         layers the states that come with it.
+    sending_bytes: what is computed for other processes, and not taken by them yet.
     total_bytes: all of these together.
     machine_bytes: memory of the machine, or of the control group that it runs in.
     available_bytes: of it, what was free when the plan was made.
@@ -333,6 +334,7 @@ class MemoryPlan:
     scratch_bytes: int
     draft_bytes: int
     staging_bytes: int
+    sending_bytes: int
     total_bytes: int
     machine_bytes: int
     # Changes from call to call, and is not part of what the plan is.
@@ -877,7 +879,11 @@ class Engine(_ffi.Owner):
         way to their pages now), staging_bytes_largest (ever). Prompts for others
         (:meth:`serve_prefill`): served_peers (connections), served_waiting, served_prompts,
         served_tokens (that were sent), served_losses (refused or broken off), served_timeouts (of
-        these, those whose deadline or lease was over, or whose rows were not taken in time).
+        these, those whose deadline or lease was over, or whose rows were not taken in time),
+        sending_bytes (of rows that they have not taken yet);
+        held_prompts, held_pages (held for them by `held_for_peer`, as of the last step), held_used
+        (that they then had), held_overdue (that they did not ask for in time), held_given_up (for
+        want of pages, or at the end of serving).
         """
         return {str(name): int(value) for name, value in self._handle.stats(wait).items()}
 

@@ -1,6 +1,7 @@
 #include "base/spare_memory.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "base/check.h"
@@ -42,9 +43,14 @@ std::shared_ptr<std::byte[]> SharedSpareMemory::Take(const std::shared_ptr<Share
   {
     const std::lock_guard lock(from->mutex_);
     memory = from->spare_.Take(bytes);
+    from->Hold(bytes);
   }
-  if (memory == nullptr)
-    memory = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes));
+  if (memory == nullptr) memory.reset(new (std::nothrow) std::byte[static_cast<size_t>(bytes)]);
+  if (memory == nullptr) {
+    const std::lock_guard lock(from->mutex_);
+    from->Hold(-bytes);
+    throw std::bad_alloc();
+  }
   // Without memory for the count of its holders, shared_ptr calls this at once.
   return std::shared_ptr<std::byte[]>(memory.release(), [from, bytes](std::byte* held) {
     from->Give(std::unique_ptr<std::byte[]>(held), bytes);
@@ -54,6 +60,18 @@ std::shared_ptr<std::byte[]> SharedSpareMemory::Take(const std::shared_ptr<Share
 void SharedSpareMemory::Give(std::unique_ptr<std::byte[]> memory, int64_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
   spare_.Give(std::move(memory), bytes);
+  Hold(-bytes);
+}
+
+void SharedSpareMemory::Hold(int64_t bytes) noexcept {
+  held_ += bytes;
+  QUIRE_DCHECK(held_ >= 0) << "a piece comes back twice";
+  spare_.ShrinkTo(std::max<int64_t>(0, limit_ - held_));
+}
+
+int64_t SharedSpareMemory::spare_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return spare_.held();
 }
 
 }  // namespace quire

@@ -38,20 +38,26 @@ class SpareMemory {
   int64_t held_ = 0;
 };
 
-// The same for pieces that come back by themselves. All calls from any thread.
+// The same for pieces that come back by themselves. What lies here and what is held have `limit`
+// bytes together, unless what is held has more alone. All calls from any thread.
 class SharedSpareMemory {
  public:
-  explicit SharedSpareMemory(int64_t limit) : spare_(limit) {}
+  explicit SharedSpareMemory(int64_t limit) : limit_(limit), spare_(limit) {}
 
   // `bytes` bytes, which come back when the last holder lets go. May throw std::bad_alloc.
   static std::shared_ptr<std::byte[]> Take(const std::shared_ptr<SharedSpareMemory>& from,
                                            int64_t bytes);
+  // The bytes of pieces that nobody holds.
+  int64_t spare_bytes() const;
 
  private:
   void Give(std::unique_ptr<std::byte[]> memory, int64_t bytes) noexcept;
+  void Hold(int64_t bytes) noexcept;
 
-  std::mutex mutex_;
+  const int64_t limit_;
+  mutable std::mutex mutex_;
   SpareMemory spare_;
+  int64_t held_ = 0;
 };
 
 }  // namespace quire

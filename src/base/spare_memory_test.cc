@@ -57,8 +57,22 @@ TEST(SpareMemory, HasAtMostSoManyPieces) {
   EXPECT_EQ(spare.held(), 0);
 }
 
-TEST(SharedSpareMemory, APieceComesBackWhenNobodyHoldsIt) {
+TEST(SharedSpareMemory, WhatIsHeldCountsAsWell) {
   const auto spare = std::make_shared<SharedSpareMemory>(100);
+  SharedSpareMemory::Take(spare, 60);
+  EXPECT_EQ(spare->spare_bytes(), 60);
+  std::shared_ptr<std::byte[]> held = SharedSpareMemory::Take(spare, 40);
+  EXPECT_EQ(spare->spare_bytes(), 60);
+  const std::shared_ptr<std::byte[]> more = SharedSpareMemory::Take(spare, 50);
+  EXPECT_EQ(spare->spare_bytes(), 0) << "90 of 100 bytes are held";
+  held.reset();
+  EXPECT_EQ(spare->spare_bytes(), 40);
+  const std::shared_ptr<std::byte[]> large = SharedSpareMemory::Take(spare, 70);
+  EXPECT_EQ(spare->spare_bytes(), 0);
+}
+
+TEST(SharedSpareMemory, APieceComesBackWhenNobodyHoldsIt) {
+  const auto spare = std::make_shared<SharedSpareMemory>(200);
   std::shared_ptr<std::byte[]> piece = SharedSpareMemory::Take(spare, 60);
   const std::shared_ptr<const void> holder = piece;
   std::byte* const at = piece.get();

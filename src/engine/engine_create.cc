@@ -338,6 +338,7 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
   plan.available_bytes = memory.available_bytes;
   plan.weight_bytes = info.weight_bytes;
   plan.staging_bytes = options.staging_bytes;
+  plan.sending_bytes = options.sending_bytes;
   plan.scratch_bytes = model.workspace_bytes +
                        rows_max * info.vocab_size * static_cast<int64_t>(sizeof(float)) +
                        runner->worker_count() * DrawScratch::Bytes(info.vocab_size);
@@ -349,7 +350,8 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
   QUIRE_RETURN_IF_ERROR(PlanDraftModel(options, models, &blueprint));
   MemoryPlan& whole = blueprint.plan;
   whole.total_bytes = whole.weight_bytes + whole.kv_bytes + whole.state_bytes +
-                      whole.scratch_bytes + whole.draft_bytes + whole.staging_bytes;
+                      whole.scratch_bytes + whole.draft_bytes + whole.staging_bytes +
+                      whole.sending_bytes;
   return blueprint;
 }
 
@@ -419,7 +421,8 @@ Status CheckMemoryHolds(const EngineOptions& options, const Blueprint& blueprint
           << " of KV pages, " << SizeText(plan.state_bytes) << " of states, "
           << SizeText(plan.scratch_bytes) << " of scratch, " << SizeText(plan.draft_bytes)
           << " of a draft model, " << SizeText(plan.staging_bytes)
-          << " of staging for prompts from elsewhere), and " << SizeText(memory.available_bytes)
+          << " of staging for prompts from elsewhere, " << SizeText(plan.sending_bytes)
+          << " for what is sent to peers), and " << SizeText(memory.available_bytes)
           << " are free of the " << SizeText(memory.total_bytes)
           << " that this machine or its control group has; ";
   QUIRE_ASSIGN_OR_RETURN(const std::optional<Blueprint> fitting,

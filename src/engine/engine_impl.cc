@@ -32,6 +32,12 @@ EngineStats SizesOf(const EngineImpl::Parts& parts, const EngineCaches& caches) 
   return sizes;
 }
 
+// A router gives few requests at a time to two servers, and prompts that nobody asks for any more
+// are not to fill the cache for the time of a lease.
+PrefixCache::LeaseLimits LeaseLimitsOf(int64_t pages_total) {
+  return {.leases = 256, .pages = pages_total / 2};
+}
+
 std::string RandomKey() {
   std::string key(size_t{32}, '\0');
   FillRandom(std::as_writable_bytes(std::span(key)));
@@ -73,6 +79,7 @@ EngineImpl::EngineImpl(Parts parts)
                 .clock = clock_.get(),
                 .bytes_per_token = facts_.sizes.kv_bytes_per_token,
                 .staging_bytes = facts_.options.staging_bytes,
+                .sending_bytes = facts_.options.sending_bytes,
                 .prefill_chunk = facts_.options.prefill_chunk}),
       blender_({.state = caches_.state(),
                 .prefix_cache = &holders_.prefix_cache,
@@ -116,6 +123,7 @@ EngineImpl::EngineImpl(Parts parts)
                 .drawer = drawer_,
                 .answers = answers_,
                 .counter = counter_}) {
+  holders_.prefix_cache.SetLeaseLimits(LeaseLimitsOf(caches_.pages_total()));
   Publish();
 }
 

@@ -223,6 +223,18 @@ TEST(MemoryPlan, CountsTheStagingMemory) {
   }
 }
 
+TEST(MemoryPlan, CountsTheSendingMemory) {
+  TestFolder folder;
+  WriteTestModel(folder, {});
+  EngineOptions options{.model_directory = folder.path(), .threads = 1, .kv_bytes = 1 << 20};
+  const MemoryPlan without = Engine::PlanMemory(options).value();
+  EXPECT_EQ(without.sending_bytes, 0);
+  options.sending_bytes = 12345;
+  const MemoryPlan plan = Engine::PlanMemory(options).value();
+  EXPECT_EQ(plan.sending_bytes, 12345);
+  EXPECT_EQ(plan.total_bytes, without.total_bytes + 12345);
+}
+
 TEST(MemoryPlan, RefusesADraftModelOfAnotherVocabulary) {
   const TestFolder target_folder, draft_folder;
   WriteTestModel(target_folder, {});

@@ -387,21 +387,14 @@ class EngineObj : public tf::Object {
 tf::Map<tf::String, int64_t> PlanMemory(const OptionMap& fields) {
   const MemoryPlan plan =
       ValueOrThrow(CallChecked([&] { return Engine::PlanMemory(ReadEngineOptions(fields)); }));
-  return {{"weight_bytes", plan.weight_bytes},
-          {"kv_bytes_per_token", plan.kv_bytes_per_token},
-          {"page_size", plan.page_size},
-          {"page_bytes", plan.page_bytes},
-          {"page_count", plan.page_count},
-          {"kv_bytes", plan.kv_bytes},
-          {"state_bytes", plan.state_bytes},
-          {"scratch_bytes", plan.scratch_bytes},
-          {"draft_bytes", plan.draft_bytes},
-          {"staging_bytes", plan.staging_bytes},
-          {"total_bytes", plan.total_bytes},
-          {"machine_bytes", plan.machine_bytes},
-          {"available_bytes", plan.available_bytes},
-          {"kv_shrunk", plan.kv_shrunk ? 1 : 0},
-          {"longest_context", plan.longest_context}};
+  return {{"weight_bytes", plan.weight_bytes},   {"kv_bytes_per_token", plan.kv_bytes_per_token},
+          {"page_size", plan.page_size},         {"page_bytes", plan.page_bytes},
+          {"page_count", plan.page_count},       {"kv_bytes", plan.kv_bytes},
+          {"state_bytes", plan.state_bytes},     {"scratch_bytes", plan.scratch_bytes},
+          {"draft_bytes", plan.draft_bytes},     {"staging_bytes", plan.staging_bytes},
+          {"sending_bytes", plan.sending_bytes}, {"total_bytes", plan.total_bytes},
+          {"machine_bytes", plan.machine_bytes}, {"available_bytes", plan.available_bytes},
+          {"kv_shrunk", plan.kv_shrunk ? 1 : 0}, {"longest_context", plan.longest_context}};
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {

@@ -10,6 +10,7 @@
 #include "ffi/options.h"
 #include "ffi/tensors.h"
 #include "quire/attention_kv_cache.h"
+#include "quire/engine.h"
 #include "quire/kernel_paths.h"
 #include "quire/kv_transfer.h"
 #include "quire/model.h"
@@ -64,6 +65,7 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("quire.default_page_size",
            [](const OptionMap& layer) { return DefaultPageSize(ReadLayerSpec(layer)); })
       .def("quire.default_staging_bytes", [] { return StagingUse::kLimitDefault; })
+      .def("quire.default_sending_bytes", [] { return EngineOptions::kSendingBytesDefault; })
       .def("quire.rope_frequencies", RopeFrequenciesOf)
       .def("quire.pack_model", PackModel)
       .def("quire.error_kinds", ErrorKindNames);

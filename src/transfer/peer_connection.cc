@@ -113,11 +113,17 @@ Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& optio
                   "TransferPeerOptions::window_bytes is " + std::to_string(options.window_bytes) +
                       "; it must be from 1 to " + std::to_string(kWindowMax));
   }
+  if (options.send_bytes < 0 || options.send_bytes > kWindowMax) {
+    return Status(StatusCode::kBadArgument,
+                  "TransferPeerOptions::send_bytes is " + std::to_string(options.send_bytes) +
+                      "; it must be from 0 to " + std::to_string(kWindowMax));
+  }
   TransferSession::Options session{.secret = options.secret,
                                    .heartbeat_ns = options.heartbeat.count(),
                                    .dead_after_ns = options.dead_after.count(),
                                    .lease_ns = options.lease.count(),
                                    .window_bytes = options.window_bytes,
+                                   .send_bytes = options.send_bytes,
                                    .send_wait_ns = options.send_wait.count(),
                                    .carries_salts = !options.secret.empty()};
   QUIRE_ASSIGN_OR_RETURN(session.passport, options.passport.ToJson());
@@ -473,10 +479,11 @@ Status PeerConnection::TakeWindow(uint64_t epoch, int64_t bytes) {
   QUIRE_RETURN_IF_ERROR(CheckSendLocked(epoch));
   if (bytes > std::min(window_bytes_, wire::kPartBytesMax)) {
     return Status(StatusCode::kTooLarge,
-                  "transfer: a row of " + std::to_string(bytes) + " bytes; " + endpoint_ +
-                      " takes parts of at most " +
+                  "transfer: a row of " + std::to_string(bytes) + " bytes; parts to " + endpoint_ +
+                      " have at most " +
                       std::to_string(std::min(window_bytes_, wire::kPartBytesMax)) +
-                      "; raise its window_bytes");
+                      "; raise its window_bytes, or the send_bytes (sending_bytes of an engine) "
+                      "here");
   }
   const int64_t begin_ns = clock_->SteadyNs();
   const bool has_room = WaitUntil(*clock_, changed_, lock, begin_ns + pace_.left_ns(), [&] {

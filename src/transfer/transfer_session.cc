@@ -275,7 +275,9 @@ Status TransferSession::OnPassport(std::span<const std::byte> head) {
   heartbeat_ns_ = std::min(heartbeat_ns_, std::max(due_ns, kHeartbeatMinNs));
   reader_.set_head_bytes_max(wire::kTransferHeadBytesMax);
   // What this side holds for it is bounded by this side, whatever it allows.
-  const int64_t held_max = std::max(options_.window_bytes, wire::kPartBytesMax);
+  const int64_t held_max = options_.send_bytes > 0
+                               ? options_.send_bytes
+                               : std::max(options_.window_bytes, wire::kPartBytesMax);
   owner_->OnOpen(std::min(static_cast<int64_t>(peer_hello_.window_bytes), held_max),
                  peer_hello_.instance);
   return Status();

@@ -48,6 +48,7 @@ class TransferSession final : private FrameReader::Handler {
     int64_t dead_after_ns = 0;
     int64_t lease_ns = 0;
     int64_t window_bytes = 0;
+    int64_t send_bytes = 0;      // as in TransferPeerOptions
     int64_t send_wait_ns = 0;    // of the owner's callers
     bool carries_salts = false;  // nobody else reads or writes what is sent
   };

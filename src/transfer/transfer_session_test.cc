@@ -655,6 +655,12 @@ TEST(TransferSession, AWindowBeyondThisSidesLimitIsNotUsed) {
   pair.Exchange();
   EXPECT_EQ(pair.sender.window_bytes, wire::kPartBytesMax);
   EXPECT_EQ(pair.receiver.window_bytes, int64_t{1} << 20);
+
+  TransferSession::Options small = TestSessionOptions(false);
+  small.send_bytes = 4096;
+  SessionPair other(greedy, small);
+  other.Exchange();
+  EXPECT_EQ(other.sender.window_bytes, 4096);
 }
 
 // The sender's lease is what ends a transfer, also where it is the shorter one.

@@ -60,14 +60,17 @@ def test_every_case_gives_its_rows(smoke):
         "serve/embedded/arrivals",
         "serve/embedded/start",
         "hf/embedded/beams/2x(8+2)",
+        "channel/64KiB",
         "transfer/1.1b/64",
-        "pair/embedded/first_token/48",
+        "pair/embedded/first_token/300",
+        "pair/embedded/arrivals/8+3x64",
         "blend/embedded/first_token/6x24+32/pages",
         "blend/embedded/first_token/6x24+32/disk",
     ]
     sides = [list(case["samples"]) for case in smoke["cases"][8:]]
     # Sides that not every machine has; bench/setup installs them.
-    absent = {"UCX", "ucx_perftest", "Mooncake", "NIXL"}
+    absent = {"UCX", "Mooncake", "NIXL"}
+    absent |= {"ucx_perftest", "ucx_perftest tcp", "ucx_perftest posix"}
     sides = [[name for name in names if name not in absent] for names in sides]
     assert sides == [
         ["Quire", "chain"],
@@ -77,7 +80,9 @@ def test_every_case_gives_its_rows(smoke):
         *[["Quire", "EngineLoop"]] * 4,
         ["Quire"],
         ["Quire", "DynamicCache"],
+        ["Quire", "TCP", "copy"],
         ["Quire", "TCP", "one process", "copy"],
+        ["Quire", "one process", "Redis"],
         ["Quire", "one process"],
         *[["Quire", "full prefill", "prefix cache", "full reuse", "5 %", "30 %", "all again"]] * 2,
     ]

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,21 @@ def test_a_dry_run_counts_the_staging_memory(
     assert code == 0 and "staging" not in text
     code, _, err = run(capsys, "generate", str(tiny.directory), "--staging-bytes", "1M", "Hi")
     assert code == 2 and "--staging-bytes has no effect without --prefill-from" in err
+
+
+def test_a_dry_run_counts_what_is_sent_to_other_processes(
+    capsys: pytest.CaptureFixture[str], tiny: TinyModel
+) -> None:
+    plain = quire.Engine.plan_memory(tiny.directory)
+    assert plain.sending_bytes == 0
+    counted = quire.Engine.plan_memory(tiny.directory, sending_bytes=128 << 20)
+    assert counted.total_bytes == plain.total_bytes + (128 << 20)
+    line = f"{128 << 20:,} bytes (128.0 MiB)"
+    for command in (["prefill"], ["serve", "--prefill-listen", "127.0.0.1:0"]):
+        code, text, _ = run(capsys, command[0], str(tiny.directory), "--dry-run", *command[1:])
+        assert code == 0 and re.search(rf"^sending +{re.escape(line)}$", text, re.MULTILINE)
+    code, text, _ = run(capsys, "serve", str(tiny.directory), "--dry-run")
+    assert code == 0 and "sending" not in text
 
 
 def test_a_dry_run_says_what_does_not_fit(

@@ -17,6 +17,13 @@ def plan_memory(model: str | None, arguments: dict[str, Any]) -> MemoryPlan:
     return quire.Engine.plan_memory(model_folder(model), **arguments)
 
 
+def serving_prefill(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Options of an engine that computes prompts for others: what it sends is in the plan."""
+    from quire import _ffi  # loads the library, which --help does not need
+
+    return arguments | {"sending_bytes": int(_ffi.function("default_sending_bytes")())}
+
+
 def memory_lines(plan: MemoryPlan) -> dict[str, str]:
     """The plan in words, by name, without what there is none of."""
     return {
@@ -29,6 +36,7 @@ def memory_lines(plan: MemoryPlan) -> dict[str, str]:
         "scratch": bytes_text(plan.scratch_bytes),
         **({"draft model": bytes_text(plan.draft_bytes)} if plan.draft_bytes else {}),
         **({"staging": bytes_text(plan.staging_bytes)} if plan.staging_bytes else {}),
+        **({"sending": bytes_text(plan.sending_bytes)} if plan.sending_bytes else {}),
         "total": bytes_text(plan.total_bytes),
         "machine": bytes_text(plan.machine_bytes),
         "free": f"{bytes_text(plan.available_bytes)}: "

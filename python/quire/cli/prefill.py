@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    engine_options = arguments.given(options, arguments.ENGINE)
+    engine_options = memory.serving_prefill(arguments.given(options, arguments.ENGINE))
     if options.dry_run:
         plan = memory.plan_memory(options.model, engine_options)
         return memory.print_plan(plan, {}, as_json=False)

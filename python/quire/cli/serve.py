@@ -236,6 +236,8 @@ def _limit(text: str) -> tuple[str, float]:
 def _run(options: argparse.Namespace) -> int:
     _check_pairs(options)
     engine_options = arguments.given(options, arguments.ENGINE)
+    if options.prefill_listen is not None:
+        engine_options = memory.serving_prefill(engine_options)
     if options.dry_run:
         return _dry_run(options, engine_options)
     with models.naming_missing_packages("serve"):

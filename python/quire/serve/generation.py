@@ -116,6 +116,8 @@ class Generation:
     def hand_over(self, handover: Handover) -> Generation:
         """This request, of which another server computes the prompt or the answer."""
         self.handover = handover
+        if handover.keeps:
+            self.options["held_for_peer"] = True
         if handover.peer is not None:
             self.options["prefill_peer"] = handover.peer
         return self

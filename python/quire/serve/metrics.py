@@ -41,6 +41,12 @@ _GAUGES = {
         "prefill_served_waiting",
         "Their prompts that are queued or being computed.",
     ),
+    "sending_bytes": (
+        "prefill_sending_bytes",
+        "Memory of rows for other processes that they have not taken yet.",
+    ),
+    "held_prompts": ("prefill_held_prompts", "Prompts that are held for another process."),
+    "held_pages": ("prefill_held_pages", "Their pages."),
     "retained_tokens": ("prefix_cache_tokens", "Tokens whose KV the prefix cache keeps."),
     "kv_bytes": ("kv_cache_bytes", "Memory of all pages."),
     "weight_bytes": ("model_weight_bytes", "Memory of the model's weights."),
@@ -80,6 +86,18 @@ _COUNTERS = {
     "served_timeouts": (
         "prefill_served_timeouts_total",
         "Of these, prompts whose deadline or lease was over, or whose rows were not taken in time.",
+    ),
+    "held_used": (
+        "prefill_held_used_total",
+        "Prompts that were held for another process until it had them.",
+    ),
+    "held_overdue": (
+        "prefill_held_overdue_total",
+        "Prompts that it did not ask for in time.",
+    ),
+    "held_given_up": (
+        "prefill_held_given_up_total",
+        "Prompts that were not held any more, for want of pages or at the end of serving.",
     ),
     "remote_timeouts": (
         "prefill_timeouts_total",

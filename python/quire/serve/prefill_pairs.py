@@ -5,8 +5,8 @@ A router sends a request to the prefill server with `do_remote_decode`, and to t
 with `do_remote_prefill` and the `remote_engine_id` that the prefill server has told: in its answer
 (NIXL), or at `/query` (Mooncake). Here that is the address of `--prefill-listen`. The decode server
 asks the process at this address for the prompt, and only if it is one of its own `--prefill-from`:
-a body makes no connection. The prefill server has the prompt's KV in its prefix cache, or computes
-it.
+a body makes no connection. The prefill server holds the prompt's KV in its prefix cache for a
+while, or computes it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _ENGINE_ID_BYTES = 512
 
 @dataclasses.dataclass(frozen=True)
 class Handover:
-    """keeps: the prompt's KV is for another server, which is told where it is. peer: the engine id
-    of the server that has the prompt's KV. Both at their defaults: an ordinary request."""
+    """keeps: the prompt's KV is held for another server, which is told where it is. peer: the
+    engine id of the server that has the prompt's KV. Both at their defaults: an ordinary request.
+    """
 
     keeps: bool = False
     peer: str | None = None

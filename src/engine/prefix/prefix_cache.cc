@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/guard.h"
 
 namespace quire {
 namespace {
@@ -66,7 +67,7 @@ bool PrefixCache::MakeRetained(int64_t sequence_id) noexcept {
 }
 
 void PrefixCache::GiveUpOldest() noexcept {
-  const Entries::iterator victim = Victim();
+  const Entries::iterator victim = TakeVictim();
   if (before_eviction) before_eviction(ViewOf(*victim));
   NoteEvicted(*victim, 0);
   Remove(victim);
@@ -84,14 +85,75 @@ void PrefixCache::SetPart(const std::string& salt, int64_t pages) {
 }
 
 void PrefixCache::MoveTo(Part* part, const std::string& salt) noexcept {
-  for (Entry& entry : by_use_) {
-    if (entry.space.salt != salt) continue;
-    const int64_t pages = PagesOf(static_cast<int64_t>(entry.tokens.size()));
-    entry.part->pages_kept -= pages;
-    part->by_use.insert(entry.part->by_use.extract(entry.used));
-    entry.part = part;
-    part->pages_kept += pages;
+  for (auto entry = by_use_.begin(); entry != by_use_.end(); ++entry)
+    if (entry->space.salt == salt && entry->leases == 0) Move(entry, part);
+}
+
+void PrefixCache::Move(Entries::iterator entry, Part* part) noexcept {
+  const int64_t pages = PagesOf(static_cast<int64_t>(entry->tokens.size()));
+  entry->part->pages_kept -= pages;
+  part->by_use.insert(entry->part->by_use.extract(entry->used));
+  entry->part = part;
+  part->pages_kept += pages;
+}
+
+void PrefixCache::AddLease(std::span<const int32_t> tokens, const PrefixSpace& space,
+                           int64_t until_ns) noexcept {
+  const PrefixMatch match = Find(tokens, space);
+  if (tokens.empty() || match.length < std::ssize(tokens)) return;
+  const Entries::iterator entry = by_id_.at(match.sequence_id);
+  const Status added = GuardEntry([&]() -> Status {
+    leases_.push_back({.entry = entry, .tokens = std::ssize(tokens), .until_ns = until_ns});
+    return {};
+  });
+  if (!added.ok()) return;
+  if (++entry->leases == 1) Move(entry, &leased_);
+  EndSurplusLeases();
+}
+
+PrefixCache::Leases::iterator PrefixCache::EndLease(Leases::iterator lease,
+                                                    int64_t* count) noexcept {
+  const Entries::iterator entry = lease->entry;
+  QUIRE_CHECK(entry->leases > 0);
+  if (--entry->leases == 0) Move(entry, PartOf(entry->space.salt));
+  ++*count;
+  return leases_.erase(lease);
+}
+
+void PrefixCache::EndLease(std::span<const int32_t> tokens, const PrefixSpace& space) noexcept {
+  for (auto lease = leases_.begin(); lease != leases_.end(); ++lease) {
+    const int64_t left = lease->tokens - std::ssize(tokens);
+    if (left < 0 || left > 1 || lease->entry->space != space) continue;
+    if (CommonPrefix(tokens, lease->entry->tokens) < std::ssize(tokens)) continue;
+    EndLease(lease, &lease_counts_.used);
+    return;
   }
+}
+
+void PrefixCache::EndOverdueLeases() noexcept {
+  if (leases_.empty()) return;
+  const int64_t now_ns = clock_->SteadyNs();
+  for (auto lease = leases_.begin(); lease != leases_.end();)
+    lease = now_ns < lease->until_ns ? std::next(lease) : EndLease(lease, &lease_counts_.overdue);
+}
+
+void PrefixCache::EndLeases() noexcept {
+  while (!leases_.empty()) EndLease(leases_.begin(), &lease_counts_.given_up);
+}
+
+void PrefixCache::EndSurplusLeases() noexcept {
+  while (lease_count() > lease_limits_.leases || leased_.pages_kept > lease_limits_.pages) {
+    QUIRE_CHECK(!leases_.empty()) << "pages are counted that no lease holds";
+    EndLease(leases_.begin(), &lease_counts_.given_up);
+  }
+}
+
+void PrefixCache::PassLeases(Entries::iterator from, Entries::iterator to) noexcept {
+  if (from->leases == 0) return;
+  for (Lease& lease : leases_)
+    if (lease.entry == from) lease.entry = to;
+  Move(to, &leased_);
+  to->leases = std::exchange(from->leases, 0);
 }
 
 PrefixCache::Part* PrefixCache::PartOf(const std::string& salt) {
@@ -126,11 +188,21 @@ PrefixCache::Entries::iterator PrefixCache::Victim() const noexcept {
   for (const auto& [salt, part] : parts_) {
     if (part.is_beyond()) consider(part);
   }
+  if (oldest == nullptr && !leases_.empty()) return leases_.front().entry;
   if (oldest == nullptr) {
     for (const auto& [salt, part] : parts_) consider(part);
   }
   QUIRE_CHECK(oldest != nullptr) << "nothing is kept";
   return oldest->by_use.begin()->second;
+}
+
+PrefixCache::Entries::iterator PrefixCache::TakeVictim() noexcept {
+  Entries::iterator victim = Victim();
+  while (victim->leases > 0) {
+    EndLease(leases_.begin(), &lease_counts_.given_up);
+    victim = Victim();
+  }
+  return victim;
 }
 
 void PrefixCache::NoteEvicted(const Entry& entry, int64_t kept) noexcept {
@@ -178,7 +250,11 @@ void PrefixCache::Insert(Entries entry) {
     Remove(added);
     return MakeNewest(longer);
   }
-  if (place != by_tokens.begin() && is_prefix(*std::prev(place), added)) Remove(*std::prev(place));
+  if (place != by_tokens.begin() && is_prefix(*std::prev(place), added)) {
+    PassLeases(*std::prev(place), added);
+    Remove(*std::prev(place));
+    EndSurplusLeases();
+  }
   if (sequence_count() > sequences_max_) GiveUpOldest();
 }
 
@@ -260,7 +336,7 @@ void PrefixCache::Evict(int64_t pages) noexcept {
   while (!by_use_.empty()) {
     const int64_t missing = pages - state_.pages_free();
     if (missing <= 0) return;
-    const Entries::iterator victim = Victim();
+    const Entries::iterator victim = TakeVictim();
     if (before_eviction) before_eviction(ViewOf(*victim));
     const int64_t given = PagesToGive(*victim, missing);
     const bool is_left = CutTail(victim, given);
@@ -315,6 +391,7 @@ void PrefixCache::Remove(Entries::iterator entry) noexcept {
 }
 
 void PrefixCache::Forget(Entries::iterator entry) noexcept {
+  QUIRE_CHECK(entry->leases == 0) << "a lease of what is gone";
   by_id_.erase(entry->sequence_id);
   entry->part->by_use.erase(entry->used);
   RemoveFrom(state_, entry->sequence_id);
@@ -346,6 +423,13 @@ void PrefixCache::CheckInvariants() const {
   int64_t pages = 0;
   std::map<const Part*, int64_t> kept;
   std::map<const Part*, size_t> counts;
+  std::map<const Entry*, int64_t> leases;
+  for (const Lease& lease : leases_) {
+    ++leases[&*lease.entry];
+    QUIRE_CHECK(lease.tokens <= static_cast<int64_t>(lease.entry->tokens.size()));
+  }
+  QUIRE_CHECK(lease_count() <= lease_limits_.leases);
+  QUIRE_CHECK(leased_.pages_kept <= lease_limits_.pages);
   uint64_t used = 0;
   const Entry* victim = nullptr;  // by looking at all
   QUIRE_CHECK(by_id_.size() == by_use_.size());
@@ -359,7 +443,9 @@ void PrefixCache::CheckInvariants() const {
     QUIRE_CHECK(&*entry.part->by_use.at(entry.used) == &entry);
     QUIRE_CHECK(entry.used > used) << "the order of use is another one";
     used = entry.used;
-    const bool may_go = IsOfAll(*entry.part) || entry.part->is_beyond();
+    QUIRE_CHECK(entry.leases == leases[&entry]);
+    QUIRE_CHECK((entry.part == &leased_) == (entry.leases > 0));
+    const bool may_go = entry.leases == 0 && (IsOfAll(*entry.part) || entry.part->is_beyond());
     if (victim == nullptr && may_go) victim = &entry;
     const Result<int64_t> held = state_.GetSequenceLength(entry.sequence_id);
     QUIRE_CHECK(held.ok()) << held.status().ToString();
@@ -373,9 +459,11 @@ void PrefixCache::CheckInvariants() const {
     QUIRE_CHECK(part.by_use.size() == counts[&part]);
   };
   check_part(part_of_all_);
+  check_part(leased_);
   for (const auto& [salt, part] : parts_) check_part(part);
   for (const auto& [space, by_tokens] : by_space_) CheckOrder(space, by_tokens);
   if (by_use_.empty()) return;
+  if (victim == nullptr && !leases_.empty()) victim = &*leases_.front().entry;
   if (victim == nullptr) victim = &by_use_.front();
   QUIRE_CHECK(&*Victim() == victim) << "sequence " << victim->sequence_id << " goes next";
 }

@@ -16,6 +16,10 @@
 //
 // Only requests of the same PrefixSpace reuse each other's KV; each space has an order of its own.
 //
+// A sequence that somebody is about to ask for may have leases. It then has its place in an order
+// of its own, of what is given up when all but the parts of salts is gone: the oldest lease ends
+// first, and its sequence is as others are. So leases are few, and never keep pages from a request.
+//
 // Where layers have windows, a sequence can be forked where it ends and at the positions that it
 // still sees; where layers are recurrent, where it ends and at its checkpoints. A text that is a
 // prefix of another may then be the only one to be forked at its end, so both are kept, and all are
@@ -111,6 +115,30 @@ class PrefixCache {
   // share counts for each. Looks at all that is kept. May throw std::bad_alloc.
   void SetPart(const std::string& salt, int64_t pages);
 
+  // ---- Leases. What is over is looked for by EndOverdueLeases alone.
+  struct LeaseLimits {
+    int64_t leases = 0;  // 0: none are given
+    int64_t pages = 0;   // of all sequences that have some; a shared page counts for each
+  };
+  struct LeaseCounts {
+    int64_t used = 0;      // EndLease
+    int64_t overdue = 0;   // its time was over
+    int64_t given_up = 0;  // for want of room, or with EndLeases
+  };
+  void SetLeaseLimits(const LeaseLimits& limits) { lease_limits_ = limits; }
+  // What is retained of exactly these tokens, and stands before others perhaps, is about to be
+  // asked for. Nothing where they are not retained to their end, and without memory: a lease is a
+  // favour.
+  void AddLease(std::span<const int32_t> tokens, const PrefixSpace& space,
+                int64_t until_ns) noexcept;
+  // They were asked for, perhaps but for the last token: the oldest lease of these ends.
+  void EndLease(std::span<const int32_t> tokens, const PrefixSpace& space) noexcept;
+  void EndOverdueLeases() noexcept;
+  void EndLeases() noexcept;
+  int64_t lease_count() const { return static_cast<int64_t>(leases_.size()); }
+  int64_t leased_pages() const { return leased_.pages_kept; }
+  const LeaseCounts& lease_counts() const { return lease_counts_; }
+
   // Gives up retained KV until `pages` are free or nothing is left.
   void Evict(int64_t pages) noexcept;
 
@@ -143,8 +171,9 @@ class PrefixCache {
     std::vector<int32_t> tokens;
     PrefixSpace space;
     int64_t stored;
-    Part* part;  // of its salt, or that of all salts without one
+    Part* part;  // of its salt, or that of all salts without one; with leases: leased_
     uint64_t used = 0;
+    int64_t leases = 0;
   };
   using Entries = std::list<Entry>;  // least recently used first
   struct Part {
@@ -154,6 +183,12 @@ class PrefixCache {
 
     bool is_beyond() const { return pages_kept > pages; }
   };
+  struct Lease {
+    Entries::iterator entry;
+    int64_t tokens;  // of the entry's first ones
+    int64_t until_ns;
+  };
+  using Leases = std::list<Lease>;  // the oldest first
 
   // Stands behind all texts that begin so.
   struct Beginning {
@@ -184,8 +219,14 @@ class PrefixCache {
   Index& IndexOf(const Entry& entry) { return by_space_.find(entry.space)->second; }
   Part* PartOf(const std::string& salt);
   bool IsOfAll(const Part& part) const { return &part == &part_of_all_; }
-  // The entries of the salt.
+  // The entries of the salt, but for those with leases.
   void MoveTo(Part* part, const std::string& salt) noexcept;
+  void Move(Entries::iterator entry, Part* part) noexcept;
+  Leases::iterator EndLease(Leases::iterator lease, int64_t* count) noexcept;
+  // Where there are more than the limits allow.
+  void EndSurplusLeases() noexcept;
+  // A longer sequence replaces one that may have leases.
+  void PassLeases(Entries::iterator from, Entries::iterator to) noexcept;
   void MakeNewest(Entries::iterator entry) noexcept;
   // The entry is not in its order of tokens any more.
   void Forget(Entries::iterator entry) noexcept;
@@ -193,9 +234,11 @@ class PrefixCache {
   // Pages of the entry that may be given up before its salt has less than its part; at most
   // `missing`, and all of these where nothing else is left.
   int64_t PagesToGive(const Entry& entry, int64_t missing) const;
-  // The least recently used entry that is beyond the part of its salt; else the least recently used
-  // one. REQUIRES: not empty.
+  // The least recently used entry that is beyond the part of its salt; else that of the oldest
+  // lease; else the least recently used one. REQUIRES: not empty.
   Entries::iterator Victim() const noexcept;
+  // The next one to be given up. Leases end until it has none.
+  Entries::iterator TakeVictim() noexcept;
   void Insert(Entries entry);
   // Whether the sequence is retained now. Where states are short, older sequences give way.
   bool MakeRetained(int64_t sequence_id) noexcept;
@@ -214,6 +257,10 @@ class PrefixCache {
   std::map<PrefixSpace, Index> by_space_;
   std::map<std::string, Part> parts_;  // by salt
   Part part_of_all_;                   // of salts without a part of their own
+  Part leased_;                        // of entries with leases, of all salts
+  Leases leases_;
+  LeaseLimits lease_limits_;
+  LeaseCounts lease_counts_;
   uint64_t last_used_ = 0;
   int64_t token_count_ = 0;
   int64_t page_count_max_ = 0;

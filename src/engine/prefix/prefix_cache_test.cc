@@ -4,9 +4,12 @@
 
 #include <gtest/gtest.h>
 
+#include <iterator>
 #include <numeric>
+#include <span>
 #include <string>
 
+#include "base/clock.h"
 #include "base/random.h"
 
 namespace quire {
@@ -213,14 +216,105 @@ TEST(PrefixCache, GivesUpTheKVOfAPartLast) {
   EXPECT_TRUE(fixture.kv.HasSequence(newer));
 }
 
-// Parts come, change and go; CheckInvariants finds the next victim by looking at all.
+TEST(PrefixCache, GivesUpWhatHasALeaseBehindAllOthers) {
+  Fixture fixture;
+  PrefixCache& prefixes = fixture.prefixes;
+  prefixes.SetLeaseLimits({.leases = 2, .pages = 100});
+  const int64_t leased = fixture.Retain(Tokens(8, 1));
+  const int64_t later = fixture.Retain(Tokens(8, 2));
+  prefixes.AddLease(Tokens(8, 1), {}, kNever);
+  prefixes.AddLease(Tokens(8, 2), {}, kNever);
+  const int64_t plain = fixture.Retain(Tokens(8, 3));
+  prefixes.CheckInvariants();
+  EXPECT_EQ(prefixes.lease_count(), 2);
+  EXPECT_EQ(prefixes.leased_pages(), 4);
+  const int64_t free = fixture.kv.GetNumAvailablePages();
+  prefixes.Touch(leased);
+  prefixes.Evict(free + 2);
+  EXPECT_FALSE(fixture.kv.HasSequence(plain));
+  EXPECT_EQ(prefixes.lease_count(), 2);
+  prefixes.Evict(free + 3);
+  prefixes.CheckInvariants();
+  EXPECT_EQ(*fixture.kv.GetSequenceLength(leased), 4) << "the oldest lease, whatever was used";
+  EXPECT_EQ(*fixture.kv.GetSequenceLength(later), 8);
+  EXPECT_EQ(prefixes.lease_count(), 1);
+  prefixes.Evict(free + 6);
+  EXPECT_TRUE(fixture.kv.Empty()) << "no lease keeps pages from others";
+  EXPECT_EQ(prefixes.lease_counts().given_up, 2);
+}
+
+// The part that a salt keeps goes behind leases, those of the salt itself as well.
+TEST(PrefixCache, ALeaseTakesNothingFromAPart) {
+  Fixture fixture;
+  PrefixCache& prefixes = fixture.prefixes;
+  prefixes.SetLeaseLimits({.leases = 5, .pages = 100});
+  const auto retain = [&](int32_t first, const std::string& salt) {
+    const int64_t id = fixture.MakeSequence(8);
+    prefixes.Retain(id, Tokens(8, first), {.salt = salt});
+    return id;
+  };
+  prefixes.SetPart("a", 4);
+  const int64_t kept = retain(1, "a"), kept_and_leased = retain(2, "a"), leased = retain(3, "b");
+  prefixes.AddLease(Tokens(8, 2), {.salt = "a"}, kNever);
+  prefixes.AddLease(Tokens(8, 3), {.salt = "b"}, kNever);
+  prefixes.CheckInvariants();
+  prefixes.Evict(fixture.kv.GetNumAvailablePages() + 2);
+  prefixes.CheckInvariants();
+  EXPECT_TRUE(fixture.kv.HasSequence(kept));
+  EXPECT_TRUE(fixture.kv.HasSequence(kept_and_leased));
+  EXPECT_FALSE(fixture.kv.HasSequence(leased));
+  EXPECT_EQ(prefixes.lease_count(), 0);
+}
+
+TEST(PrefixCache, ALeaseEndsOnce) {
+  Fixture fixture;
+  PrefixCache& prefixes = fixture.prefixes;
+  prefixes.SetLeaseLimits({.leases = 5, .pages = 6});
+  const Tokens text = {1, 2, 3, 4, 5};
+  const auto first = [&](size_t count) { return std::span(text).first(count); };
+  prefixes.AddLease(text, {}, kNever);
+  EXPECT_EQ(prefixes.lease_count(), 0) << "nothing is retained";
+  fixture.Retain(text);
+  prefixes.AddLease(Tokens{1, 2, 3, 4, 5, 6}, {}, kNever);
+  EXPECT_EQ(prefixes.lease_count(), 0) << "not to the end";
+  prefixes.AddLease(text, {}, kNever);
+  prefixes.AddLease(text, {}, 0);
+  EXPECT_EQ(prefixes.leased_pages(), 2) << "two leases of one sequence";
+  prefixes.EndLease(first(3), {});
+  prefixes.EndLease(text, {.salt = "other"});
+  prefixes.EndLease(Tokens{1, 2, 3, 9}, {});
+  EXPECT_EQ(prefixes.lease_count(), 2) << "nobody has asked for these tokens";
+  prefixes.EndLease(first(4), {});
+  EXPECT_EQ(prefixes.lease_counts().used, 1);
+  EXPECT_EQ(prefixes.lease_count(), 1);
+  prefixes.EndOverdueLeases();
+  EXPECT_EQ(prefixes.lease_counts().overdue, 1);
+  EXPECT_EQ(prefixes.lease_count(), 0);
+
+  prefixes.AddLease(text, {}, kNever);
+  fixture.Retain({1, 2, 3, 4, 5, 6, 7, 8, 9});
+  EXPECT_EQ(prefixes.leased_pages(), 3) << "of the longer text that has taken its place";
+  fixture.Retain(Tokens(17, 3));
+  prefixes.AddLease(Tokens(17, 3), {}, kNever);
+  EXPECT_EQ(prefixes.lease_count(), 1) << "the older one made room";
+  EXPECT_EQ(prefixes.leased_pages(), 5);
+  EXPECT_EQ(prefixes.lease_counts().given_up, 1);
+  prefixes.CheckInvariants();
+  prefixes.EndLeases();
+  EXPECT_EQ(prefixes.lease_counts().given_up, 2);
+  prefixes.CheckInvariants();
+}
+
+// Parts and leases come, change and go; CheckInvariants finds the next victim by looking at all.
 TEST(PrefixCache, GivesUpTheOldestBeyondItsPartWhateverParts) {
   RandomSequence random(11);
   Fixture fixture(60);
+  fixture.prefixes.SetLeaseLimits({.leases = 3, .pages = 12});
   const std::string salts[] = {"", "a", "b", "c"};
   for (int step = 0; step < 1500; ++step) {
     const std::string& salt = salts[random.Below(4)];
-    switch (random.Below(5)) {
+    const Tokens text(1 + random.Below(30), static_cast<int32_t>(random.Below(6)));
+    switch (random.Below(8)) {
       case 0:
         fixture.prefixes.SetPart(salt, static_cast<int64_t>(random.Below(3)) * 6);
         break;
@@ -230,15 +324,25 @@ TEST(PrefixCache, GivesUpTheOldestBeyondItsPartWhateverParts) {
       case 2:
         fixture.prefixes.Evict(static_cast<int64_t>(random.Below(60)));
         break;
+      case 3:
+        fixture.prefixes.EndLease(text, {.salt = salt});
+        break;
+      case 4:
+        fixture.prefixes.EndOverdueLeases();
+        break;
       default:
         fixture.prefixes.Evict(8);
-        const auto length = 1 + static_cast<int64_t>(random.Below(30));
-        const auto first = static_cast<int32_t>(random.Below(6));
-        const int64_t id = fixture.MakeSequence(length);
-        fixture.prefixes.Retain(id, Tokens(static_cast<size_t>(length), first), {.salt = salt});
+        const int64_t id = fixture.MakeSequence(std::ssize(text));
+        fixture.prefixes.Retain(id, text, {.salt = salt});
+        if (random.Below(2) == 0)
+          fixture.prefixes.AddLease(text, {.salt = salt}, random.Below(2) == 0 ? 0 : kNever);
     }
     fixture.prefixes.CheckInvariants();
   }
+  const PrefixCache::LeaseCounts& ended = fixture.prefixes.lease_counts();
+  EXPECT_GT(ended.used, 0);
+  EXPECT_GT(ended.overdue, 0);
+  EXPECT_GT(ended.given_up, 0);
   fixture.prefixes.Evict(100);
   EXPECT_TRUE(fixture.kv.Empty());
 }

@@ -122,6 +122,14 @@ int64_t PrefillServer::connection_count() const {
   return static_cast<int64_t>(connections_.size());
 }
 
+int64_t PrefillServer::sending_bytes() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  int64_t bytes = 0;
+  for (const auto& [number, connection] : connections_)
+    bytes += connection.window - connection.peer->send_room();
+  return bytes;
+}
+
 void PrefillServer::TellLoad(const TransferLoad& load) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (load == told_) return;

@@ -60,6 +60,8 @@ class PrefillServer {
   // Connections that are over are forgotten.
   void ForgetEnded() noexcept;
   int64_t connection_count() const;
+  // The bytes of rows that were sent and that no peer has taken yet.
+  int64_t sending_bytes() const;
   void TellLoad(const TransferLoad& load);
 
  private:

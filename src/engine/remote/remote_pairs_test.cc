@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/testing/fake_clock.h"
 #include "engine/testing/remote_pair.h"
 
 namespace quire {
@@ -219,6 +220,122 @@ TEST_F(RemotePairs, TenantsTakeTurnsAtAPeer) {
   peer.engine->SetWake(nullptr);
 }
 
+// ---- A router asks two servers
+
+SamplingOptions Held() {
+  SamplingOptions options = Greedy(1);
+  options.held_for_peer = true;
+  return options;
+}
+
+class HeldPrompts : public RemotePairs {
+ protected:
+  // A server with few pages that has computed the prompt, which is held.
+  std::unique_ptr<Server> Computed(const std::shared_ptr<Clock>& clock = nullptr) {
+    auto peer = std::make_unique<Server>(Sizes{.pages = 40, .page_size = 4, .clock = clock});
+    address_ = Serve(peer.get(), Endpoint());
+    peer->Generate(prompt_, Held());
+    EXPECT_EQ(peer->engine->Stats().held_prompts, 1);
+    EXPECT_EQ(peer->engine->Stats().held_pages, 15);
+    return peer;
+  }
+  // Tokens that the peer computes when another engine asks for the prompt.
+  int64_t ComputedAgain(Server* peer) {
+    const int64_t before = peer->engine->Stats().computed_tokens;
+    Server server({.page_size = 8});
+    Attach(&server, {.addresses = {address_}, .when = RemotePrefill::kAlways});
+    const int64_t id = server.Submit(prompt_, Greedy(6));
+    Finish(&server, {peer});
+    ExpectEqual(server.answers[{id, 0}], Alone(prompt_, Greedy(6)), "of the second server");
+    Settle(peer);
+    return peer->engine->Stats().computed_tokens - before;
+  }
+
+  const Tokens prompt_ = Text(60, 1);
+  std::string address_;
+};
+
+TEST_F(HeldPrompts, OthersDoNotPushAPromptOutBeforeThePeerHasIt) {
+  const std::unique_ptr<Server> peer = Computed();
+  for (uint64_t seed = 2; seed < 8; ++seed) {
+    const Tokens other = Text(60, seed);
+    ExpectEqual(peer->Generate(other, Greedy(4)), Alone(other, Greedy(4)), "beside it");
+  }
+  EXPECT_EQ(ComputedAgain(peer.get()), 1) << "the token before the last one";
+  const EngineStats stats = peer->engine->Stats();
+  EXPECT_EQ(stats.held_prompts, 0);
+  EXPECT_EQ(stats.held_pages, 0);
+  EXPECT_EQ(stats.held_used, 1);
+  EXPECT_EQ(stats.held_overdue + stats.held_given_up, 0);
+}
+
+TEST_F(HeldPrompts, ARequestThatNeedsThePagesHasThem) {
+  const std::unique_ptr<Server> peer = Computed();
+  const Tokens large = Text(100, 2);
+  ExpectEqual(peer->Generate(large, Greedy(30)), Alone(large, Greedy(30)), "in its place");
+  EXPECT_EQ(peer->engine->Stats().preemptions, 0);
+  EXPECT_EQ(peer->engine->Stats().held_given_up, 1);
+  EXPECT_EQ(peer->engine->Stats().held_prompts, 0);
+  EXPECT_GT(ComputedAgain(peer.get()), 1);
+  EXPECT_EQ(peer->engine->Stats().held_used, 0);
+}
+
+TEST_F(HeldPrompts, ALeaseEndsInTimeAndWithServing) {
+  const auto clock = std::make_shared<FakeClock>();
+  const std::unique_ptr<Server> peer = Computed(clock);
+  clock->Advance(29'999 * kNsPerMs);
+  ASSERT_TRUE(peer->Step().ok());
+  EXPECT_EQ(peer->engine->Stats().held_prompts, 1);
+  clock->Advance(kNsPerMs);
+  ASSERT_TRUE(peer->Step().ok());
+  EXPECT_EQ(peer->engine->Stats().held_prompts, 0);
+  EXPECT_EQ(peer->engine->Stats().held_overdue, 1);
+
+  peer->Generate(prompt_, Held());
+  peer->engine->EndPrefill(false);
+  ASSERT_TRUE(peer->Step().ok());
+  EXPECT_EQ(peer->engine->Stats().held_prompts, 0);
+  EXPECT_EQ(peer->engine->Stats().held_given_up, 1);
+  peer->Generate(prompt_, Held());
+  EXPECT_EQ(peer->engine->Stats().held_prompts, 0) << "nobody can ask any more";
+}
+
+TEST_F(HeldPrompts, NothingIsHeldWhereNobodyAsks) {
+  Server server;
+  server.Generate(prompt_, Held());
+  EXPECT_EQ(server.engine->Stats().held_prompts, 0);
+}
+
+// Whichever of the two begins, the other one goes on from what it has computed.
+TEST_F(RemotePairs, APromptThatBothServersAreAskedForIsComputedOnce) {
+  for (const bool job_is_first : {false, true}) {
+    SCOPED_TRACE(job_is_first);
+    Server peer({.page_size = 8, .chunk = 12});
+    const PrefillPeerOptions use{.addresses = {Serve(&peer, Endpoint())},
+                                 .when = RemotePrefill::kAlways};
+    Server server({.page_size = 4});
+    Attach(&server, use);
+    const Tokens prompt = Text(60, 1);
+    const int64_t asked = server.Submit(prompt, Greedy(6));
+    ASSERT_TRUE(server.Step().ok());
+    while (peer.engine->Idle()) std::this_thread::yield();  // the job is on its way
+    if (job_is_first) {
+      ASSERT_TRUE(peer.Step().ok());
+    }
+    const int64_t here = peer.Submit(prompt, Held());
+    ASSERT_TRUE(peer.Step().ok());
+    EXPECT_EQ(peer.engine->Stats().served_waiting, 1) << "both are there";
+    EXPECT_EQ(peer.engine->Stats().waiting, 1) << "one of them waits for the other one";
+    Finish(&server, {&peer});
+    while (!peer.engine->Idle()) ASSERT_TRUE(peer.Step().ok());
+    ExpectEqual(server.answers[{asked, 0}], Alone(prompt, Greedy(6)), "of the second server");
+    ExpectEqual(peer.answers[{here, 0}], Alone(prompt, Held()), "of the first one");
+    EXPECT_EQ(peer.engine->Stats().computed_tokens, job_is_first ? 60 : 61);
+    EXPECT_EQ(server.engine->Stats().remote_tokens, 59);
+    Settle(&peer);
+  }
+}
+
 // The receiver takes few bytes at a time: the peer computes when there is room, and nothing is
 // lost.
 TEST_F(RemotePairs, SmallWindowsSlowAPromptDownAndLoseNothing) {
@@ -242,6 +359,80 @@ TEST_F(RemotePairs, SmallWindowsSlowAPromptDownAndLoseNothing) {
     Settle(&peer);
     ExpectAllPagesBack(server);
   }
+}
+
+// A receiver that asks for a prompt and takes nothing of it: others hold its staging memory.
+class SlowReader {
+ public:
+  static constexpr int64_t kRowBytes = 2 * FakeModel::kDim * int64_t{sizeof(float)};  // of a layer
+  static constexpr int64_t kWindowBytes = 256 * kRowBytes;
+
+  SlowReader(const std::string& address, const Tokens& prompt)
+      : cache_(MakeCache(model_, Sizes(), 2000)) {
+    KVTransfer& transfer = *cache_->transfer();
+    EXPECT_TRUE(transfer.SetStagingLimit(kWindowBytes).ok());
+    TransferPeerOptions options = Patient({});
+    options.lease = std::chrono::hours(1);
+    options.window_bytes = kWindowBytes;
+    options.passport = CachePassport(SequenceStates(*cache_), PairIdentity(), false).value();
+    EXPECT_TRUE(cache_->AddSequence(0).ok());
+    const ReceiveMap map = transfer.DisaggPrepareRecv(0, std::ssize(prompt)).value();
+    held_ = transfer.View(map.epoch, 0, {.count = 256, .head_count = 1}).value();
+    EXPECT_EQ(transfer.staging().held, kWindowBytes);
+    peer_ = TransferPeer::Connect(address, options).value();
+    EXPECT_TRUE(peer_->SetReceiver(&transfer).ok());
+    EXPECT_TRUE(peer_->Request({.id = 1, .tokens = prompt}, map).ok());
+  }
+
+ private:
+  FakeModel model_;
+  const std::unique_ptr<AttentionKVCache> cache_;
+  ReceiveView held_;
+  std::shared_ptr<TransferPeer> peer_;  // ends before the cache
+};
+
+// Each of them has a window of as much as the sender may hold for all: what is computed for them
+// waits, and the prompt of one that reads goes on.
+TEST_F(RemotePairs, PeersThatReadSlowlyHoldNoMoreThanTheSendingMemory) {
+  constexpr int64_t kSending = SlowReader::kWindowBytes;
+  constexpr int64_t kChunk = 8;
+  constexpr int64_t kForward = kChunk * FakeModel::kLayers * SlowReader::kRowBytes;
+  Server peer({.page_size = 8, .chunk = kChunk, .sending_bytes = kSending});
+  const std::string address = Serve(&peer, Endpoint(), {.lease = std::chrono::hours(1)});
+  std::vector<std::unique_ptr<SlowReader>> readers;
+  for (uint64_t seed = 1; seed <= 3; ++seed)
+    readers.push_back(std::make_unique<SlowReader>(address, Text(400, seed)));
+  const auto step = [&] {
+    ASSERT_TRUE(peer.Step().ok());
+    EXPECT_LE(peer.engine->Stats().sending_bytes, kSending);
+  };
+  // Each has all but what a forward more would take.
+  while (peer.engine->Stats().sending_bytes <= 3 * (kSending / 4 - kForward))
+    ASSERT_NO_FATAL_FAILURE(step());
+  EXPECT_EQ(peer.engine->Stats().served_waiting, 3);
+
+  Server server({.page_size = 4});
+  Attach(&server, {.addresses = {address}, .when = RemotePrefill::kAlways});
+  const int64_t id = server.Submit(Text(60, 9), Greedy(6));
+  for (int64_t turn = 0; !server.engine->Idle(); ++turn) {
+    ASSERT_LT(turn, 200'000) << "no progress";
+    ASSERT_TRUE(server.Step().ok());
+    ASSERT_NO_FATAL_FAILURE(step());
+  }
+  ExpectEqual(server.answers[{id, 0}], Alone(Text(60, 9), Greedy(6)), "beside slow readers");
+  EXPECT_EQ(server.engine->Stats().remote_tokens, 59);
+  readers.clear();
+  Settle(&peer);
+  ASSERT_TRUE(peer.Step().ok());
+  EXPECT_EQ(peer.engine->Stats().sending_bytes, 0);
+}
+
+TEST_F(RemotePairs, SendingMemoryThatTakesNoTokensIsRefusedByName) {
+  Server server({.sending_bytes = 255});
+  const Result<std::string> refused =
+      server.engine->ServePrefill(PairIdentity(), {.endpoint = Endpoint()});
+  EXPECT_EQ(refused.status().code(), StatusCode::kBadArgument);
+  EXPECT_NE(refused.status().message().find("sending_bytes is 255"), std::string::npos);
 }
 
 // Rows that slid out of the window and were sent are not sent again; the rest is.

@@ -186,7 +186,9 @@ void AnswerReporter::ReleaseSequence(Request* request, Sample* sample) noexcept 
   sample->computed = kept;
   if (!inherits) {
     owners_.traffic.store.StoreWhole(*request, sample);
-    return owners_.holders.sequences.Retain(*request, sample, owners_.retains);
+    owners_.holders.sequences.Retain(*request, sample, owners_.retains);
+    if (heir == nullptr) owners_.traffic.prefill.Hold(*request, request->prompt_of(*sample));
+    return;
   }
   heir->sequence_id = std::exchange(sample->sequence_id, kNoSequence);
   heir->stored = {};

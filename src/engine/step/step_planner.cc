@@ -180,6 +180,7 @@ Result<std::vector<bool>> StepPlanner::WhichOpenPages(std::span<const int64_t> s
 // documents which did not come stand: these are learnt first, by requests that came in before them.
 Result<std::vector<RunnableSample>> StepPlanner::ViewRunning(StepBatch* works) {
   std::vector<RunnableSample> view;
+  owners_.traffic.BeginPlan();
   std::map<int64_t, std::vector<size_t>> inside_pages;  // places in `view`, by length
   for (const auto& request : holders_.requests.running()) {
     if (holders_.requests.WaitsForDocuments(*request)) continue;

@@ -41,6 +41,7 @@ struct Sizes {
   int64_t layer_window = 0;  // of the model's second attention layer
   bool recurrent = false;    // the model has recurrent layers too
   int64_t max_pop = 0;       // of the caches
+  int64_t sending_bytes = 0;
 };
 
 // For prompt + max_tokens of more than 16.
@@ -123,6 +124,7 @@ struct Server {
     parts.options.max_waiting = sizes.waiting;
     parts.options.max_step_ms = sizes.step_ms;
     parts.options.prefix_cache = sizes.prefix_cache;
+    parts.options.sending_bytes = sizes.sending_bytes;
     parts.clock = sizes.clock;
     parts.kv_bytes_per_token = FakeModel::kLayers * 2 * FakeModel::kDim * int64_t{sizeof(float)};
     parts.options.speculation = sizes.speculation;

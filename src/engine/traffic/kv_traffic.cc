@@ -22,7 +22,10 @@ KVTraffic::KVTraffic(const Parts& parts)
       prefill({.state = parts.holders->state,
                .requests = &parts.holders->requests,
                .sequences = &parts.holders->sequences,
+               .prefix_cache = &parts.holders->prefix_cache,
+               .clock = parts.clock,
                .bytes_per_token = parts.bytes_per_token,
+               .sending_bytes = parts.sending_bytes,
                .prefill_chunk = parts.prefill_chunk}),
       requests_(parts.holders->requests),
       clock_(*parts.clock) {}
@@ -36,8 +39,8 @@ Request* KVTraffic::NextToAdmit() const {
   return requests_.NextToAdmit(remote.admissible(store.admissible()));
 }
 
-bool KVTraffic::CanRun(const Request& request, const Sample& sample) const {
-  return !RemoteTraffic::Receives(request, sample) && prefill.HasRoom(request);
+bool KVTraffic::CanRun(const Request& request, const Sample& sample) {
+  return !RemoteTraffic::Receives(request, sample) && prefill.GrantRoom(request);
 }
 
 void KVTraffic::NotePreempted(Request* request) noexcept {

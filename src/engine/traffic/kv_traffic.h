@@ -28,6 +28,7 @@ struct KVTraffic {
     Clock* clock;
     int64_t bytes_per_token;
     int64_t staging_bytes;  // EngineOptions::staging_bytes
+    int64_t sending_bytes;  // EngineOptions::sending_bytes
     int64_t prefill_chunk;
   };
   explicit KVTraffic(const Parts& parts);
@@ -41,9 +42,11 @@ struct KVTraffic {
   Request* NextToAdmit() const;
 
   // ---- Requests in work
-  // Whether the sample can be in a forward: nothing is to come into its sequence, and the peer that
-  // gets its rows takes them.
-  bool CanRun(const Request& request, const Sample& sample) const;
+  // Another forward is planned, or the same one again.
+  void BeginPlan() { prefill.BeginPlan(); }
+  // Whether the sample can be in the forward: nothing is to come into its sequence, and there is
+  // room for the rows that a peer gets.
+  bool CanRun(const Request& request, const Sample& sample);
   // The request gives up its sequences and waits again.
   void NotePreempted(Request* request) noexcept;
   // A step was computed.

@@ -15,6 +15,9 @@ namespace {
 
 // More are taken by the next step, so that others get in.
 constexpr int64_t kJobsOfAStep = 64;
+// One peer has this part of the rows that are on their way: some that take them slowly leave room
+// for others.
+constexpr int64_t kPeerPart = 4;
 // A step that waits for room and nothing else returns after this.
 constexpr int64_t kAwaitRoomNs = 5 * kNsPerMs;
 
@@ -50,11 +53,19 @@ Result<std::string> PrefillTraffic::Serve(const SequenceStates& states, const Pa
     return Status(StatusCode::kBadState, "Engine::ServePrefill: it serves at " +
                                              server_->endpoint() + "; an engine has one endpoint");
   }
+  if (sending_bytes_ < kPeerPart * bytes_per_token_) {
+    return Status(StatusCode::kBadArgument,
+                  "EngineOptions::sending_bytes is " + std::to_string(sending_bytes_) +
+                      "; an engine that serves prefill needs " +
+                      std::to_string(kPeerPart * bytes_per_token_) + ", four tokens of its KV");
+  }
   QUIRE_ASSIGN_OR_RETURN(options.peer.passport, CachePassport(states, identity, false));
+  options.peer.send_bytes = sending_bytes_ / kPeerPart;
   QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<PrefillServer> server,
                          PrefillServer::Start(options, [bell = bell_] { bell->Ring(); }));
   QUIRE_RETURN_IF_ERROR(state_.transfer()->SetLayerSink(server->channel()));
   std::string endpoint = server->endpoint();
+  lease_ns_ = options.peer.lease.count();
   const std::lock_guard<std::mutex> lock(serve_mutex_);
   server_ = std::move(server);
   return endpoint;
@@ -84,6 +95,8 @@ Status PrefillTraffic::TakeJobs(double seconds_per_token, const RequestEnder& en
                                 const JobAdder& add) {
   if (server_ == nullptr) return {};
   bell_->Clear();
+  if (server_->is_ending()) prefix_cache_.EndLeases();
+  prefix_cache_.EndOverdueLeases();
   for (Request* const broken : FindBroken())
     end(broken, FinishReason::kCancelled, "the prompt cannot be sent any more");
   for (int64_t taken = 0;; ++taken) {
@@ -154,20 +167,37 @@ std::vector<Request*> PrefillTraffic::FindBroken() const {
 
 // What the sequence has and has not sent goes with the next forward, too. A connection that takes
 // less than all that at a time is to be empty first.
-bool PrefillTraffic::HasRoom(const Request& request) const {
+int64_t PrefillTraffic::WantedBytes(const Request& request) const {
   const PrefillJob* const job = request.job.get();
-  if (job == nullptr || job->is_refused || job->marked_sequence < 0) return true;
+  if (job == nullptr || job->is_refused || job->marked_sequence < 0) return 0;
   const Result<SendProgress> progress = state_.transfer()->GetSendProgress(job->marked_sequence);
-  if (!progress.ok()) return true;  // FindBroken ends it
+  if (!progress.ok()) return 0;  // FindBroken ends it
   const int64_t sent_end = progress->begin + progress->sent;
   const int64_t stored = std::max<int64_t>(0, request.leader()->computed - sent_end);
-  const int64_t wanted = (stored + prefill_chunk_) * bytes_per_token_;
-  return job->peer->send_room() >= std::min(wanted, job->window);
+  return std::min((stored + prefill_chunk_) * bytes_per_token_, job->window);
+}
+
+void PrefillTraffic::BeginPlan() {
+  if (server_ != nullptr) room_left_ = sending_bytes_ - server_->sending_bytes();
+}
+
+bool PrefillTraffic::GrantRoom(const Request& request) {
+  const int64_t wanted = WantedBytes(request);
+  if (wanted == 0) return true;
+  if (request.job->peer->send_room() < wanted) return false;
+  const bool has_room = wanted <= room_left_;
+  // Those behind it do not take what it waits for.
+  room_left_ = has_room ? room_left_ - wanted : 0;
+  return has_room;
 }
 
 bool PrefillTraffic::WaitsForRoom() const {
-  return std::ranges::any_of(requests_.running(),
-                             [this](const auto& request) { return !HasRoom(*request); });
+  if (server_ == nullptr) return false;
+  const int64_t room = sending_bytes_ - server_->sending_bytes();
+  return std::ranges::any_of(requests_.running(), [&](const auto& request) {
+    const int64_t wanted = WantedBytes(*request);
+    return wanted > 0 && wanted > std::min(room, request->job->peer->send_room());
+  });
 }
 
 void PrefillTraffic::TellLoad(double seconds_per_token) noexcept {
@@ -237,6 +267,7 @@ void PrefillTraffic::NoteEnd(Request* request) noexcept {
   if (job->is_refused) return;
   if (job->sent == job->map.count) {
     ++prompts_;
+    prefix_cache_.EndLease(job->job.tokens, request->space);
   } else {
     Refuse(job, Status(StatusCode::kInternal, "rows of the prompt were not sent"));
   }
@@ -249,13 +280,25 @@ void PrefillTraffic::NoteFailure(Request* request, const std::string& why) noexc
   Refuse(request->job.get(), Status(StatusCode::kUnavailable, why));
 }
 
+void PrefillTraffic::Hold(const Request& request, std::span<const int32_t> prompt) noexcept {
+  if (!request.options.held_for_peer || !request.space.is_exact()) return;
+  if (server_ == nullptr || server_->is_ending()) return;
+  prefix_cache_.AddLease(prompt, request.space, MomentAfter(clock_.SteadyNs(), lease_ns_));
+}
+
 void PrefillTraffic::Publish(EngineStats* stats) noexcept {
   stats->served_prompts = prompts_;
   stats->served_tokens = tokens_;
   stats->served_losses = losses_;
   stats->served_timeouts = timeouts_;
+  stats->held_prompts = prefix_cache_.lease_count();
+  stats->held_pages = prefix_cache_.leased_pages();
+  stats->held_used = prefix_cache_.lease_counts().used;
+  stats->held_overdue = prefix_cache_.lease_counts().overdue;
+  stats->held_given_up = prefix_cache_.lease_counts().given_up;
   if (server_ == nullptr) return;
   stats->served_peers = server_->connection_count();
+  stats->sending_bytes = server_->sending_bytes();
   const auto is_job = [](const auto& request) { return request->job != nullptr; };
   stats->served_waiting = std::ranges::count_if(requests_.running(), is_job) +
                           std::ranges::count_if(requests_.waiting(), is_job);

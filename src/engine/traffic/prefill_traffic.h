@@ -5,9 +5,15 @@
 // has a sequence, that is marked: each forward's rows go to the peer's connection. A prompt that is
 // preempted goes on later at the row that the peer has not got.
 //
+// Rows that no peer has taken yet hold `sending_bytes` at most: a connection takes a quarter, and
+// what a step's forward may add is granted to prompts in their order, before it is planned.
+//
 // What the engine does not compute, the peer is told of; a peer that is gone, or wants it no more,
 // ends the request before the next step. A prompt whose peer takes bytes slowly is in no forward
 // until there is room for its rows, so that nobody waits for them.
+//
+// A prompt of Submit that a peer is about to ask for has a lease in the prefix cache. It ends when
+// all was sent, in time, when pages are short, or when no peer can ask any more.
 //
 // Threads: PrefillBell is rung by the connections' threads, and asked by the loop's. All else is
 // called on the engine's thread.
@@ -62,14 +68,21 @@ class PrefillTraffic {
     EngineStates state;
     const RequestQueue* requests;
     SampleSequences* sequences;
+    PrefixCache* prefix_cache;
+    Clock* clock;  // of the prefix cache
     int64_t bytes_per_token;
+    int64_t sending_bytes;  // EngineOptions::sending_bytes
     int64_t prefill_chunk;
   };
   explicit PrefillTraffic(const Parts& parts)
       : state_(parts.state),
         requests_(*parts.requests),
         sequences_(*parts.sequences),
+        prefix_cache_(*parts.prefix_cache),
+        clock_(*parts.clock),
         bytes_per_token_(parts.bytes_per_token),
+        sending_bytes_(parts.sending_bytes > 0 ? parts.sending_bytes
+                                               : EngineOptions::kSendingBytesDefault),
         prefill_chunk_(parts.prefill_chunk) {}
   PrefillTraffic(const PrefillTraffic&) = delete;
   PrefillTraffic& operator=(const PrefillTraffic&) = delete;
@@ -98,9 +111,11 @@ class PrefillTraffic {
   // Options of the request that a job is. BadArgument for a map that is not of the job's tokens.
   static Result<SamplingOptions> OptionsOf(const PrefillJob& job);
   static PrefixSpace SpaceOf(const TransferJob& job);
-  // Whether the connection takes the rows of the request's next forward at once. True for one that
-  // has no job.
-  bool HasRoom(const Request& request) const;
+  // Another forward is planned, or the same one again: nothing is granted yet.
+  void BeginPlan();
+  // Whether there is room for the rows of the request's next forward, which are granted then: in
+  // its connection, and beside what is granted to others. True for one that has no job.
+  bool GrantRoom(const Request& request);
   // Nothing else is to be done: waits for room for a moment. Whether all have it, and some had not.
   bool AwaitRoom(Clock* clock);
 
@@ -112,6 +127,9 @@ class PrefillTraffic {
   void NoteEnd(Request* request) noexcept;
   void NoteFailure(Request* request, const std::string& why) noexcept;
 
+  // The prompt of a request that has ended is retained: a peer may be about to ask for it.
+  void Hold(const Request& request, std::span<const int32_t> prompt) noexcept;
+
   // Peers are told how busy the engine is, also when it has nothing more to do.
   void Publish(EngineStats* stats) noexcept;
 
@@ -120,6 +138,9 @@ class PrefillTraffic {
   // peer that goes may leave many.
   std::vector<Request*> FindBroken() const;
   bool WaitsForRoom() const;
+  // Bytes of the rows of the request's next forward, as far as its connection takes them at a time.
+  // 0: none are sent.
+  int64_t WantedBytes(const Request& request) const;
   // The engine does not compute it, or not to its end.
   void Refuse(PrefillJob* job, const Status& why) noexcept;
   // The peers' other half of a prediction.
@@ -131,11 +152,16 @@ class PrefillTraffic {
   const EngineStates state_;
   const RequestQueue& requests_;
   SampleSequences& sequences_;
+  PrefixCache& prefix_cache_;
+  Clock& clock_;
   const int64_t bytes_per_token_;
+  const int64_t sending_bytes_;
   const int64_t prefill_chunk_;
+  int64_t room_left_ = 0;  // of sending_bytes_, for the forward that is planned
   const std::shared_ptr<PrefillBell> bell_ = std::make_shared<PrefillBell>();
   mutable std::mutex serve_mutex_;         // of calls from any thread, while a server is made
   std::unique_ptr<PrefillServer> server_;  // null: it does not serve
+  int64_t lease_ns_ = 0;                   // TransferPeerOptions::lease
 
   // As in EngineStats.
   int64_t prompts_ = 0, tokens_ = 0, losses_ = 0, timeouts_ = 0;
