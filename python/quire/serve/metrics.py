@@ -216,7 +216,7 @@ class Metrics:
             page.add(metric, "gauge", help, [((), stats[name])])
         for name, (metric, help) in _COUNTERS.items():
             # Tokens behind the end of an answer are counted until it is cut there. To Prometheus a
-            # counter that falls has begun anew, and all of it is new.
+            # counter that falls has begun again, and all of it is new.
             self._shown[name] = max(self._shown[name], stats[name])
             page.add(metric, "counter", help, [((), self._shown[name])])
         times = engine.step_times()

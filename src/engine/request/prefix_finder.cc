@@ -138,7 +138,7 @@ bool PrefixFinder::IsBeingComputed(const Request& request, const Sample& sample,
   const auto tokens = std::span<const int32_t>(sample.tokens).first(sample.tokens.size() - 1);
   for (const auto& other : requests_.running()) {
     if (!other->space.shares_exact(request.space) || !other->has_window_of(request)) continue;
-    if (other->waits_for_peer) continue;  // who knows how long
+    if (other->waits_for_peer) continue;  // nobody knows how long
     // Only the beginning of what is blended in another way will be of use.
     const int64_t exact_end = other->blend == nullptr || other->space == request.space
                                   ? kExactForever
