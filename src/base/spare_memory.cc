@@ -1,7 +1,6 @@
 #include "base/spare_memory.h"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "base/check.h"
@@ -45,12 +44,19 @@ std::shared_ptr<std::byte[]> SharedSpareMemory::Take(const std::shared_ptr<Share
     memory = from->spare_.Take(bytes);
     from->Hold(bytes);
   }
-  if (memory == nullptr) memory.reset(new (std::nothrow) std::byte[static_cast<size_t>(bytes)]);
-  if (memory == nullptr) {
-    const std::lock_guard lock(from->mutex_);
-    from->Hold(-bytes);
-    throw std::bad_alloc();
-  }
+  // Where there is no memory, nothing is held.
+  struct Count {
+    SharedSpareMemory* of;
+    int64_t bytes;
+    ~Count() {
+      if (of == nullptr) return;
+      const std::lock_guard lock(of->mutex_);
+      of->Hold(-bytes);
+    }
+  } count{from.get(), bytes};
+  if (memory == nullptr)
+    memory = std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(bytes));
+  count.of = nullptr;
   // Without memory for the count of its holders, shared_ptr calls this at once.
   return std::shared_ptr<std::byte[]>(memory.release(), [from, bytes](std::byte* held) {
     from->Give(std::unique_ptr<std::byte[]>(held), bytes);
