@@ -423,7 +423,6 @@ def test_parts_of_messages_are_prepared(blender: quire.Engine) -> None:
     [
         ([_part(" ")], "message 0, part 0 is empty"),
         ([_part("a \ue0d0")], "message 0, part 0 has one of the private characters"),
-        ([_part("a"), {"type": "image"}], "message 0, part 1 has the type .image.; models read"),
         ([_part("a"), {"type": "other"}], "message 0, part 1: beside a document stand parts of"),
         ([_part("a"), "b"], "message 0, part 1: beside a document stand parts of the type text"),
         ([{**_part("a"), "title": "b"}], "part 0: there is no field 'title'; a document has type"),
