@@ -27,7 +27,6 @@ HEADLINES = (
     "prefill/bf16/gqa4/512+4096",
     "plan/256x4096: begin_step",
     "model/110m/prefill/512",
-    "model/110m/generate/1x0",
     "model/110m/first_token/1024+16",
     "model/1b/prefill/512",
     "model/1b/generate/1x0",
@@ -36,9 +35,7 @@ HEADLINES = (
     "model/1b-q4_k_m/generate/1x0",
     "model/1b-q4_k_m/generate/16x0",
     _EIGHT_BILLION,
-    "chunks/1.1b/disk: get",
-    "tier/110m/first_token/4096",
-    "serve/110m/clients/8x(512+64)",
+    "serve/embedded/chats/8x6: first token, later",
 )
 
 
