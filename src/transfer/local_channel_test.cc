@@ -14,6 +14,7 @@
 
 #include "base/testing/refuse_each.h"
 #include "quire/transfer.h"
+#include "transfer/testing/channel_receiver.h"
 #include "transfer/testing/gate.h"
 
 namespace quire {
@@ -30,7 +31,7 @@ struct Rows {
   std::vector<uint16_t> v;
 };
 
-class Recorder final : public KVTransfer {
+class Recorder final : public ChannelReceiver {
  public:
   struct Completed {
     uint64_t epoch;
@@ -79,27 +80,10 @@ class Recorder final : public KVTransfer {
     return Status();
   }
 
-  // Control calls, which a channel never makes.
-  Result<ReceiveMap> DisaggPrepareRecv(int64_t, int64_t) override { return Unasked(); }
-  Status DisaggCommitRecv(uint64_t, int64_t) override { return Unasked(); }
-  Status DisaggCancelRecv(uint64_t) override { return Unasked(); }
-  Result<ReceiveProgress> GetReceiveProgress(uint64_t) const override { return Unasked(); }
-  Status WaitReceived(uint64_t, int64_t, Clock&, int64_t) const override { return Unasked(); }
-  Status SetStagingLimit(int64_t) override { return Unasked(); }
-  Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unasked(); }
-  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t,
-                        int64_t) override {
-    return Unasked();
-  }
-  Status DisaggUnmarkSend(int64_t) override { return Unasked(); }
-  Result<int64_t> DisaggDetachSend(int64_t) override { return Unasked(); }
-  Status DisaggFlushSend(int64_t) override { return Unasked(); }
-  Result<SendProgress> GetSendProgress(int64_t) const override { return Unasked(); }
-
  private:
-  static Status Unasked() {
+  Status Unasked() const override {
     ADD_FAILURE() << "a channel has made a control call";
-    return Status(StatusCode::kInternal, "a channel makes no control call");
+    return ChannelReceiver::Unasked();
   }
 
   std::mutex mutex_;  // of what Store and Complete write

@@ -17,11 +17,12 @@
 
 #include "base/clock.h"
 #include "quire/transfer_peer.h"
+#include "transfer/testing/channel_receiver.h"
 
 namespace quire {
 
 // Rows of one layer in plain memory. As a receiver it counts what is complete and copies nothing.
-class RowMemory final : public KVTransfer {
+class RowMemory final : public ChannelReceiver {
  public:
   static constexpr int64_t kHeads = 8;
   static constexpr int64_t kDim = 128;
@@ -64,21 +65,6 @@ class RowMemory final : public KVTransfer {
   Result<ReceiveProgress> GetReceiveProgress(uint64_t) const override { return ReceiveProgress{}; }
 
  private:
-  static Status Unused() { return Status(StatusCode::kInternal, "a channel has no such call"); }
-  Result<ReceiveMap> DisaggPrepareRecv(int64_t, int64_t) override { return Unused(); }
-  Status DisaggCommitRecv(uint64_t, int64_t) override { return Unused(); }
-  Status DisaggCancelRecv(uint64_t) override { return Unused(); }
-  Status WaitReceived(uint64_t, int64_t, Clock&, int64_t) const override { return Unused(); }
-  Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unused(); }
-  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t,
-                        int64_t) override {
-    return Unused();
-  }
-  Status DisaggUnmarkSend(int64_t) override { return Unused(); }
-  Result<int64_t> DisaggDetachSend(int64_t) override { return Unused(); }
-  Status DisaggFlushSend(int64_t) override { return Unused(); }
-  Result<SendProgress> GetSendProgress(int64_t) const override { return Unused(); }
-
   const std::shared_ptr<std::vector<std::byte>> memory_;
   const int64_t rows_;
   std::mutex mutex_;

@@ -20,6 +20,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "quire/kv_transfer.h"
+#include "transfer/testing/channel_receiver.h"
 
 namespace quire {
 
@@ -58,7 +59,7 @@ inline TestRows RowsOfLayer(int64_t layer, int64_t rows) {
 }
 
 // Calls of KVTransfer and CheckPages from any thread; the others while nothing arrives.
-class TestReceiver final : public KVTransfer {
+class TestReceiver final : public ChannelReceiver {
  public:
   struct Reservation {
     std::vector<TestRows> pages;           // [layer]
@@ -230,20 +231,6 @@ class TestReceiver final : public KVTransfer {
         heads = on ? heads | 1 << head : heads & ~(1 << head);
     }
   }
-
-  static Status Unused() { return Status(StatusCode::kInternal, "a channel has no such call"); }
-  Result<ReceiveMap> DisaggPrepareRecv(int64_t, int64_t) override { return Unused(); }
-  Status DisaggCommitRecv(uint64_t, int64_t) override { return Unused(); }
-  Status DisaggCancelRecv(uint64_t) override { return Unused(); }
-  Status SetLayerSink(std::shared_ptr<LayerSink>) override { return Unused(); }
-  Status DisaggMarkSend(int64_t, int64_t, std::span<const ReceiveMap>, int64_t, int64_t,
-                        int64_t) override {
-    return Unused();
-  }
-  Status DisaggUnmarkSend(int64_t) override { return Unused(); }
-  Result<int64_t> DisaggDetachSend(int64_t) override { return Unused(); }
-  Status DisaggFlushSend(int64_t) override { return Unused(); }
-  Result<SendProgress> GetSendProgress(int64_t) const override { return Unused(); }
 
   struct Use {
     std::atomic<int64_t> limit = StagingUse::kLimitDefault;
