@@ -49,8 +49,7 @@ Result<int64_t> RetainedSnapshots::Save(const SnapshotContents& contents, const 
   const int64_t id = holders_.sequences.NewId();
   QUIRE_RETURN_IF_ERROR(holders_.state.kv().ForkSequence(match.sequence_id, id, match.length));
   const Status saved = quire::SaveSnapshot(states_, id, held, path);
-  const Status removed = holders_.state.kv().RemoveSequence(id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  holders_.state.RemoveSequence(id);
   QUIRE_RETURN_IF_ERROR(saved);
   holders_.prefix_cache.Touch(match.sequence_id);
   return match.length;
@@ -77,14 +76,12 @@ Result<SnapshotInfo> RetainedSnapshots::Load(const Passport& identity, const std
   }
   QUIRE_ASSIGN_OR_RETURN(const SnapshotInfo info, std::move(loaded));
   if (info.tokens != announced.tokens || info.windows != announced.windows) {
-    const Status removed = holders_.state.kv().RemoveSequence(id);
-    QUIRE_CHECK(removed.ok()) << removed.ToString();
+    state.RemoveSequence(id);
     return Status(StatusCode::kUnavailable, path + ": it changed while it was read; load it again");
   }
   // Nothing has slid out of it: what is computed behind it must not slide either.
   if (info.windows.window > 0 && !state.DropWindow(id)) {
-    const Status removed = state.kv().RemoveSequence(id);
-    QUIRE_CHECK(removed.ok()) << removed.ToString();
+    state.RemoveSequence(id);
     return Status::OutOfMemory();
   }
   const PrefixSpace space{.salt = options.cache_salt, .long_rope = info.long_factors};

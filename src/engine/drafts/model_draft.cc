@@ -42,8 +42,7 @@ ModelDrafter::ModelDrafter(Parts parts)
 
 void ModelDrafter::Drop(Held* held) noexcept {
   if (held->sequence_id == -1) return;
-  const Status removed = state_.kv().RemoveSequence(held->sequence_id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  state_.RemoveSequence(held->sequence_id);
   held->sequence_id = -1;
   held->synced = 0;
   held->chain.clear();

@@ -46,16 +46,14 @@ Status EngineStates::AddSequence(int64_t sequence_id, bool long_rope) const {
   if (!long_rope) return {};
   const Status selected = attention_->SelectLongRope(sequence_id, true);
   if (selected.ok()) return {};
-  const Status removed = kv_->RemoveSequence(sequence_id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  RemoveSequence(sequence_id);
   return selected;
 }
 
 Status EngineStates::EnableWindow(int64_t sequence_id, int64_t window, int64_t sinks) const {
   const Status enabled = attention_->EnableSlidingWindowForSeq(sequence_id, window, sinks);
   if (enabled.ok()) return enabled;
-  const Status removed = kv_->RemoveSequence(sequence_id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  RemoveSequence(sequence_id);
   return enabled;
 }
 
@@ -63,6 +61,11 @@ bool EngineStates::DropWindow(int64_t sequence_id) const noexcept {
   const Result<TokenRange> slid = attention_->SlidRange(sequence_id);
   return slid.ok() && slid->count() == 0 &&
          attention_->DisableSlidingWindowForSeq(sequence_id).ok();
+}
+
+void EngineStates::RemoveSequence(int64_t sequence_id) const noexcept {
+  const Status removed = kv_->RemoveSequence(sequence_id);
+  QUIRE_CHECK(removed.ok()) << removed.ToString();
 }
 
 Status EngineStates::SetRetained(int64_t sequence_id, bool retained) const {

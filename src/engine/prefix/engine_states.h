@@ -54,6 +54,8 @@ class EngineStates {
   // they would be without one. False if something has, or without memory.
   bool DropWindow(int64_t sequence_id) const noexcept;
   Status SetRetained(int64_t sequence_id, bool retained) const;
+  // REQUIRES: the sequence is there and in no forward.
+  void RemoveSequence(int64_t sequence_id) const noexcept;
   // With sources that give what is seen behind the loaded tokens.
   Status BeginLoadingForward(std::span<const int64_t> sequence_ids,
                              std::span<const int64_t> lengths,

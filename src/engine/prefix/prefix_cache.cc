@@ -8,14 +8,6 @@
 #include "base/guard.h"
 
 namespace quire {
-namespace {
-
-void RemoveFrom(const EngineStates& state, int64_t sequence_id) noexcept {
-  const Status status = state.kv().RemoveSequence(sequence_id);
-  QUIRE_CHECK(status.ok()) << status.ToString();
-}
-
-}  // namespace
 
 int64_t CommonPrefix(std::span<const int32_t> a, std::span<const int32_t> b) {
   return std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin();
@@ -40,7 +32,7 @@ PrefixCache::PrefixCache(EngineStates state, int64_t page_size, const Limits& li
 
 void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens, const PrefixSpace& space,
                          int64_t stored) noexcept {
-  if (tokens.empty() || !MakeRetained(sequence_id)) return RemoveFrom(state_, sequence_id);
+  if (tokens.empty() || !MakeRetained(sequence_id)) return state_.RemoveSequence(sequence_id);
   try {
     Entries entry;
     entry.push_back({.sequence_id = sequence_id,
@@ -53,7 +45,7 @@ void PrefixCache::Retain(int64_t sequence_id, std::vector<int32_t> tokens, const
   } catch (const std::bad_alloc&) {
     const auto order = by_space_.find(space);
     if (order != by_space_.end() && order->second.empty()) by_space_.erase(order);
-    RemoveFrom(state_, sequence_id);  // retaining is a favour, not a duty
+    state_.RemoveSequence(sequence_id);  // retaining is a favour, not a duty
   }
 }
 
@@ -231,7 +223,7 @@ void PrefixCache::Insert(Entries entry) {
   Index& by_tokens = by_space_[added->space];
   const auto [place, is_new] = by_tokens.insert(added);
   if (!is_new) {  // the same tokens are retained already
-    RemoveFrom(state_, added->sequence_id);
+    state_.RemoveSequence(added->sequence_id);
     (*place)->stored = std::max((*place)->stored, added->stored);
     return Touch((*place)->sequence_id);
   }
@@ -394,7 +386,7 @@ void PrefixCache::Forget(Entries::iterator entry) noexcept {
   QUIRE_CHECK(entry->leases == 0) << "a lease of what is gone";
   by_id_.erase(entry->sequence_id);
   entry->part->by_use.erase(entry->used);
-  RemoveFrom(state_, entry->sequence_id);
+  state_.RemoveSequence(entry->sequence_id);
   Count(*entry, static_cast<int64_t>(entry->tokens.size()), -1);
   by_use_.erase(entry);
 }

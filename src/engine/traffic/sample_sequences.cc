@@ -33,8 +33,7 @@ void SampleSequences::Remove(const Request& request, Sample* sample) noexcept {
   speculator_.Forget(request, sample);
   QUIRE_CHECK(sample->draft_state == kNoDraftState) << "a draft outlives its sequence";
   if (!sample->has_sequence()) return;
-  const Status removed = state_.kv().RemoveSequence(sample->sequence_id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  state_.RemoveSequence(sample->sequence_id);
   sample->sequence_id = kNoSequence;
   sample->computed = 0;
   sample->approximate_from = kExactForever;
@@ -82,8 +81,7 @@ void SampleSequences::Retain(const Request& request, Sample* sample, bool kept) 
     } catch (const std::bad_alloc&) {  // then it is removed: retaining is a favour
     }
   }
-  const Status removed = state_.kv().RemoveSequence(sequence_id);
-  QUIRE_CHECK(removed.ok()) << removed.ToString();
+  state_.RemoveSequence(sequence_id);
 }
 
 }  // namespace quire
