@@ -1,7 +1,7 @@
-// Transfer between processes: one connection carries keys and values between the caches of two, in
-// both directions, whichever of them listens, over TCP, shared memory or UCX (docs/transfer.md has
-// both halves by example, docs/formats/transfer-wire.md the bytes).
+// A connection that carries keys and values between caches of two processes, in both directions,
+// over TCP, shared memory or UCX. docs/transfer.md has both halves by example.
 //
+//   receiver                              sender
 //   SetReceiver(cache.transfer())         SetLayerSink(channel); channel->Connect(0, peer)
 //   Request(job, map)        --job-->     request = NextRequest(...); DisaggMarkSend(.., map, 0)
 //   WaitReceived(epoch, n)  <--parts--    forwards
