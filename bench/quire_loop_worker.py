@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from typing import Any
@@ -35,8 +36,8 @@ def main() -> None:
         runs = 0
 
         async def measure(request: dict[str, Any]) -> serving.Samples:
-            ask = serving.EngineAsk(engine)
-            return await serving.measure(ask, engine.info.vocab_size, runs, **request)
+            with contextlib.closing(serving.EngineAsk(engine)) as ask:
+                return await serving.measure(ask, engine.info.vocab_size, runs, **request)
 
         def run(key: str, **request: Any) -> dict[str, Any]:
             nonlocal runs

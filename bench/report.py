@@ -25,7 +25,6 @@ _EIGHT_BILLION = "model/8b-q4_k_m/generate/1x0"
 HEADLINES = (
     "decode/bf16/gqa4/8x4096",
     "prefill/bf16/gqa4/512+4096",
-    "plan/256x4096: begin_step",
     "model/110m/prefill/512",
     "model/110m/first_token/1024+16",
     "model/1b/prefill/512",
@@ -33,8 +32,6 @@ HEADLINES = (
     "model/1b/generate/16x0",
     "model/1b-q4_k_m/prefill/512",
     "model/1b-q4_k_m/generate/1x0",
-    "model/1b-q4_k_m/generate/16x0",
-    _EIGHT_BILLION,
     "serve/embedded/chats/8x6: first token, later",
 )
 

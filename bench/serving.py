@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import math
 import random
 import statistics
 import time
@@ -37,9 +38,10 @@ class Seen:
     def first_token(self) -> float:
         return self.times[0] - self.begin
 
-    def gaps(self, since: float = 0.0) -> list[float]:
+    def gaps(self, since: float = 0.0, until: float = math.inf) -> list[float]:
+        """Those that begin in between."""
         pairs = zip(self.times, self.times[1:])
-        return [later - earlier for earlier, later in pairs if earlier >= since]
+        return [later - earlier for earlier, later in pairs if since <= earlier < until]
 
 
 class Ask(Protocol):
@@ -110,13 +112,16 @@ def _ids(event: dict[str, Any], before: int) -> list[int]:
 
 
 class EngineAsk:
-    """Of a quire.Engine in this process."""
+    """Of a quire.Engine in this process, whose `on_step` it is until close()."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._news = asyncio.Event()
         loop = asyncio.get_running_loop()
         engine.on_step = lambda: loop.call_soon_threadsafe(self._wake)
+
+    def close(self) -> None:
+        self._engine.on_step = None
 
     def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
@@ -208,24 +213,24 @@ class Work:
         }
 
     async def arrivals(self, clients: int, prompts: int, prompt: int, tokens: int) -> Samples:
-        """Answers that are written while long prompts arrive, one behind the other."""
+        """Answers that are written while long prompts arrive, one behind the other. Quiet are the
+        steps behind the last prompt: answers are longest there, so their steps take longest."""
         streams = [Seen() for _ in range(clients)]
         asked = [self._ask(self._prompt(32), tokens, seen) for seen in streams]
         tasks = [asyncio.ensure_future(each) for each in asked]
         try:
-            while not all(len(seen.times) > 16 for seen in streams):
-                await _until_next(tasks)
-            quiet = [gap for seen in streams for gap in seen.gaps()[1:]]
+            await _until_grown(tasks, streams, 16)
             begin = time.perf_counter()
             firsts = [await self._answer(self._prompt(prompt), 1) for _ in range(prompts)]
+            end = time.perf_counter()
+            await _until_grown(tasks, streams, 64)
         finally:
             for task in tasks:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks)
-        gaps = [gap for seen in streams for gap in seen.gaps(begin)]
-        p99 = _p99(gaps or quiet)
-        quiet_p99 = _p99(quiet)
+        p99 = _p99([gap for seen in streams for gap in seen.gaps(begin, end)])
+        quiet_p99 = _p99([gap for seen in streams for gap in seen.gaps(end)])
         return {
             "first token": [seen.first_token for seen in firsts],
             "between tokens, quiet p99": [quiet_p99],
@@ -243,11 +248,15 @@ def _max_step_seconds() -> float:
     return milliseconds / 1000
 
 
-async def _until_next(tasks: list[asyncio.Future[None]]) -> None:
-    """A while in which tokens can come; raises what a task failed with."""
-    done, _ = await asyncio.wait(tasks, timeout=0.005, return_when=asyncio.FIRST_EXCEPTION)
-    for task in done:
-        task.result()
+async def _until_grown(tasks: list[asyncio.Future[None]], streams: list[Seen], by: int) -> None:
+    """Until each stream has more than `by` tokens more; raises what a task failed with."""
+    wanted = [len(seen.times) + by for seen in streams]
+    while any(len(seen.times) <= most for seen, most in zip(streams, wanted, strict=True)):
+        done, _ = await asyncio.wait(tasks, timeout=0.005, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        if len(done) == len(tasks):
+            raise RuntimeError("all answers ended before the last prompt did: ask for more tokens")
 
 
 def _p99(values: list[float]) -> float:
