@@ -1518,7 +1518,7 @@ class Stream(Iterator[Piece]):
     """The pieces of one answer. The last one has the whole :class:`Result`.
 
     Take them by iterating, which waits for each, or by :meth:`poll`, which does not. Closing or
-    dropping a stream cancels the request; so does what is raised while it waits, such as
+    dropping a stream cancels the request; so does what is raised meanwhile, by `on_step` or as
     KeyboardInterrupt.
     """
 
@@ -1577,10 +1577,14 @@ class Stream(Iterator[Piece]):
             return []
         try:
             steps = 0
-            while self._open and self._error is None and steps != most_steps:
-                if not self._take(block=False):
-                    break
-                steps += 1
+            try:
+                while self._open and self._error is None and steps != most_steps:
+                    if not self._take(block=False):
+                        break
+                    steps += 1
+            except BaseException:  # what had come is lost, and the answer would have a gap
+                self.close()
+                raise
             if self._error is not None and not self._ready:
                 error, self._error = self._error, None
                 raise error

@@ -235,6 +235,35 @@ def test_arguments_are_written_only_where_asked(make: Make, inplace: bool) -> No
     assert (later.k is batch.arguments["retrieved_k"]) == inplace
 
 
+@pytest.mark.parametrize(
+    "name", ["fresh_k", "fresh_v", "retrieved_v", "fresh_q", "fewer fresh_v", "fewer retrieved_v"]
+)
+def test_a_refused_layer_has_moved_no_keys(make: Make, name: str) -> None:
+    """Called again with what fits, it moved them once more."""
+    batch = Batch(make)
+    rotation = KeyRotation([1.0, 0.5], head_dim=4)
+    executor = BlendExecutor(
+        ratios=[0.25, 0.25], check_layers=[1, 2], force_last=False, rotation=rotation, inplace=True
+    )
+    out = batch.at(executor, 1)
+    count = len(out.local_indices)
+    rows = make(np.zeros((count, 4), np.float32))
+    good = {"fresh_q": out.q, "fresh_k": rows, "fresh_v": rows, "positions": out.positions}
+    before = np.asarray(batch.arguments["retrieved_k"]).copy()
+    wrong = name.removeprefix("fewer ")
+    bad = np.zeros((10 if wrong.startswith("retrieved") else count, 4))  # float64
+    if name.startswith("fewer"):
+        bad = bad[1:].astype(np.float32)
+    with pytest.raises(quire.BadArgumentError):
+        batch.at(executor, 2, **{**good, wrong: make(bad)})
+    assert np.array_equal(np.asarray(batch.arguments["retrieved_k"]), before)
+    moved = batch.at(executor, 2, **good)
+    assert moved.k is batch.arguments["retrieved_k"]
+    expected = blend.shift_keys(before, np.arange(10), np.arange(10, 20), rotation)
+    kept = np.setdiff1d(np.arange(10), numbers(moved.local_indices))
+    assert np.array_equal(np.asarray(moved.k)[kept], expected[kept])
+
+
 # Example 19.
 def test_later_check_layers_keep_fewer_rows(make: Make) -> None:
     executor = BlendExecutor(ratios=[0.5, 0.25], check_layers=[1, 3], force_last=False)
@@ -360,6 +389,18 @@ def test_later_layers_have_what_the_first_one_had(make: Make) -> None:
         batch.at(executor, 2, retrieved_v=None, **fresh)
     later = batch.at(executor, 2, **fresh)  # the pass is as it was
     assert later.k.shape == (10, 4)
+
+
+@pytest.mark.parametrize(
+    "document", [(1.7, 4), (1, 4.5), (1, np.float32(4)), (1, 4, "0.5"), (None, 4)]
+)
+def test_documents_are_not_rounded(document: Any) -> None:
+    """Rows of 1.7 were those of 1."""
+    options = {"ratios": [0.5], "force_last": False}
+    with pytest.raises(quire.BadArgumentError, match="must be (an integer|a number), not"):
+        blend.select_tokens(
+            [0, 10], np.ones(10, np.uint8), np.zeros(10), options, documents=[document]
+        )
 
 
 @pytest.mark.parametrize(

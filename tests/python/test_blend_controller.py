@@ -66,6 +66,19 @@ def test_measured_with_the_callers_clock() -> None:
     assert controller.load_seconds("disk", 1000) == 1.0
 
 
+def test_what_measures_nothing_is_refused_before_it_is_done() -> None:
+    """It was refused behind it, so that what had been loaded was lost."""
+    controller = LoadingController()
+    done: list[str] = []
+    with pytest.raises(quire.BadArgumentError, match="byte_count is 0"):
+        with controller.loading("disk", 0):
+            done.append("load")
+    with pytest.raises(quire.BadArgumentError, match="tokens is 0"):
+        with controller.computing(0):
+            done.append("prefill")
+    assert not done
+
+
 def test_the_last_measurements_count_most() -> None:
     controller = LoadingController()
     controller.note_load("disk", 100, 1.0)

@@ -15,6 +15,7 @@ import quire
 import torch
 from quire import blend, lmcache
 from quire.blend import BlendRetriever, SegmentMemory
+from quire.lmcache import _blending
 
 LAYERS, HEADS, DIM = 3, 2, 4
 A, B, C = [1, 2, 3], [4, 5], [6, 7, 8, 9]
@@ -442,6 +443,21 @@ def test_a_memory_is_bounded_and_keeps_what_was_used_last(open_retriever: Any) -
             open_retriever(bounded, **options)
 
 
+@pytest.mark.parametrize("chunk_tokens", [2, 256])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_what_is_loaded_is_the_callers(chunk_tokens: int, library: str) -> None:
+    """A segment of one chunk was the memory itself, into which a blend in place then wrote."""
+    filled = SegmentMemory(LAYERS, chunk_tokens=chunk_tokens)
+    layers: list[tuple[Any, Any]] = [*kv(A)]
+    if library == "torch":
+        layers = [(torch.from_numpy(k), torch.from_numpy(v)) for k, v in layers]
+    filled.store(A, layers)
+    for array in filled.find(A).load(1):
+        array[:] = 0
+    for array, expected in zip(filled.find(A).load(1), kv(A)[1], strict=True):
+        assert np.array_equal(np.asarray(array), expected)
+
+
 def test_the_end_of_a_segment_leaves_a_memory_before_its_beginning() -> None:
     """A chunk is found behind those before it alone; each counts its own ids, once."""
     token_bytes = LAYERS * 2 * HEADS * DIM * 4 + 8
@@ -532,6 +548,40 @@ def test_a_first_store_that_is_refused_says_nothing_about_the_layers() -> None:
         _ = engine.memory
     engine.store(A, kv(A))
     assert engine.memory.layer_count == LAYERS
+
+
+def test_what_is_found_has_a_known_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment it had none, and a retrieval would have begun to load sys.maxsize layers."""
+    engine = lmcache.LMCacheEngine()
+    stored = _blending._Stored(engine)
+    seen: list[int] = []
+
+    class Watched(lmcache.LMCacheEngine):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if stored.find(A).token_count:
+                seen.append(stored.layer_count)
+
+    monkeypatch.setattr(engine, "__class__", Watched)
+    engine.store(A, kv(A))
+    assert seen == [LAYERS]
+
+
+def test_one_encoder_alone_is_refused() -> None:
+    """Keys were not moved at all."""
+    k = torch.ones(4, 2)
+    ones, starts = torch.ones(4, dtype=torch.int64), torch.tensor([0, 4], dtype=torch.int32)
+    none = torch.empty(0, 2)
+    for set_encoder, lacking in (
+        ("set_positional_encoder", "set_reverse_positional_encoder"),
+        ("set_reverse_positional_encoder", "set_positional_encoder"),
+    ):
+        blender = lmcache.CacheBlendImpl(0.0)
+        getattr(blender, set_encoder)(lambda positions, q, k: (q, k))
+        places = torch.arange(4)
+        blender.blend(1, k, k, ones, places, k, k, k, places + 7, starts, 0)
+        with pytest.raises(quire.BadStateError, match=f"call {lacking}, too"):
+            blender.blend(2, k, k, ones, places, none, none, none, places[:0], starts, 0)
 
 
 def test_encoders_that_are_set_rotate_keys() -> None:

@@ -57,6 +57,23 @@ def test_polled_streams_give_the_answers_of_generate(own: quire.Engine) -> None:
         assert stream.poll() == [] and list(stream) == []
 
 
+def test_an_on_step_that_raises_ends_a_polled_stream(own: quire.Engine) -> None:
+    """What had come with it was lost: the answer had a gap, or never an end."""
+    stepped = threading.Event()
+    own.on_step = stepped.set
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    stream = own.stream(PROMPTS[0], on_step=fail, **LONG)
+    with pytest.raises(ZeroDivisionError):
+        while not stream.poll():
+            assert stepped.wait(60)
+            stepped.clear()
+    assert stream.finished and stream.poll() == [] and stream.result is None
+    assert own.stats()["running"] == 0
+
+
 def test_an_event_loop_serves_streams(own: quire.Engine) -> None:
     expected = [own.generate(prompt, max_tokens=20, ignore_eos=True).text for prompt in PROMPTS]
 

@@ -8,6 +8,8 @@ import dataclasses
 import os
 import random
 import select
+import subprocess
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -199,6 +201,21 @@ def test_locks_are_counted_and_end_when_overdue(server: Server, tmp_path: Path) 
     adapter.submit_unlock(keys[:1])  # too late, and nothing happens
 
 
+def test_a_lookup_that_fails_locks_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache is told of no hit, so it never unlocks: they stayed in memory for lock_timeout."""
+    keys = _keys(2)
+    server.store(keys, [Memory(1), Memory(2)])
+    assert server.lookup(keys[:1]) == [True]
+    with monkeypatch.context() as patch:
+        patch.setattr(server.adapter, "_notify_keys_accessed", lambda *_: 1 / 0, raising=False)
+        assert server.lookup(keys) == [False, False]
+    assert server.adapter.report_status()["locks"] == 1
+    server.adapter.submit_unlock(keys[:1])
+    assert server.adapter.report_status()["locks"] == 0
+
+
 def test_usage_follows_stores_deletions_and_evictions(tmp_path: Path) -> None:
     server = Server(directory=str(tmp_path))
     ann = _keys(2, cache_salt="ann")
@@ -344,6 +361,38 @@ def test_a_closed_adapter_says_so(tmp_path: Path) -> None:
     again = Server(directory=str(tmp_path))
     assert again.lookup(keys) == [True, True]
     again.adapter.close()
+
+
+_FORKED = """
+import os, sys
+import quire
+from quire.lmcache import QuireL2Adapter
+adapter = QuireL2Adapter({"directory": sys.argv[1]})
+child = os.fork()
+if child == 0:
+    try:
+        adapter.submit_load_task([], [])
+    except quire.ClosedError:
+        adapter.close()
+        os._exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+adapter.submit_load_task([], [])
+adapter.close()
+"""
+
+
+def test_the_child_of_a_fork_has_no_adapter(tmp_path: Path) -> None:
+    """Its tasks were taken, and none was ever done: it has none of the threads."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _FORKED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_task_beside_the_end_is_done_or_refused(tmp_path: Path) -> None:

@@ -91,14 +91,17 @@ class LoadingController:
     @contextmanager
     def loading(self, tier: str, byte_count: int) -> Iterator[None]:
         """Measures a load of `byte_count` bytes (at least 1) from a tier; one that raises does not
-        count."""
+        count. BadArgumentError before the block is run for no bytes."""
+        _check_count("byte_count", byte_count)
         begin = self._clock()
         yield
         self.note_load(tier, byte_count, self._clock() - begin)
 
     @contextmanager
     def computing(self, tokens: int) -> Iterator[None]:
-        """Measures a prefill of `tokens` tokens (at least 1) in all layers."""
+        """Measures a prefill of `tokens` tokens (at least 1) in all layers. BadArgumentError before
+        the block is run for no tokens."""
+        _check_count("tokens", tokens)
         begin = self._clock()
         yield
         self.note_prefill(tokens, self._clock() - begin)

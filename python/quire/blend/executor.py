@@ -214,8 +214,12 @@ class BlendExecutor:
                     f"layer {self._options['check_layers'][0]}"
                 )
             return BlendOutput(q, k, v, positions, beside(q, rows), None)
-        blended = self._moved_keys(going, layer, cached[0], old, token_dim)
         checks: list[int] = self._options["check_layers"]
+        if self._inplace:
+            _check_rows(going, layer, (k, v), cached, token_dim)
+            if layer in checks:
+                steps.gather_rows(q, [], token_dim=token_dim)
+        blended = self._moved_keys(going, layer, cached[0], old, token_dim)
         if layer in checks:
             deviations = self._deviations(
                 going, layer, cached, blended, old, k, v, rows, token_dim
@@ -317,6 +321,22 @@ def _kinds(valid_mask: Any, exact_mask: Any, retrieved_k: Any) -> np.ndarray:
     if retrieved_k is None and bool(valid.any()):
         raise errors.BadArgumentError("blend: valid_mask has rows, but retrieved_k is None")
     return kinds
+
+
+def _check_rows(
+    going: _Pass, layer: int, fresh: tuple[Any, Any], cached: tuple[Any, Any], token_dim: int
+) -> None:
+    """BadArgumentError for rows that do not fit. Before keys are moved where they are: moved once
+    more, by a call that repeats a refused one, they would be wrong."""
+    for name, new, kept in zip(("k", "v"), fresh, cached, strict=True):
+        counts = (new.shape[token_dim], kept.shape[token_dim])
+        if counts != (len(going.rows), len(going.kinds)):
+            raise errors.BadArgumentError(
+                f"blend: layer {layer} has {counts[0]} rows of fresh_{name} and {counts[1]} of "
+                f"retrieved_{name}; there are {len(going.rows)} and {len(going.kinds)}"
+            )
+        none = steps.gather_rows(_like_rows(new, kept, token_dim), [], token_dim=token_dim)
+        steps.scatter_rows(none, [], kept, token_dim=token_dim)
 
 
 def _like_rows(fresh: Any, cached: Any, token_dim: int) -> Any:

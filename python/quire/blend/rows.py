@@ -15,6 +15,7 @@ import numpy as np
 
 from quire import _ffi, errors
 from quire._arrays import empty_beside, input_array, output_array
+from quire._numbers import int64, real
 
 INVALID, MOVED, EXACT = 0, 1, 2
 
@@ -150,7 +151,7 @@ def select_tokens(
     link_tokens, force_last, min_tokens. ``documents``: (begin, end) or (begin, end, ratio) each,
     ascending. ``candidates``: the rows that the check layer before this one has selected.
     """
-    each = [BlendDocument(*document) for document in documents]
+    each = [_document(*document) for document in documents]
     bounds = np.array([[one.begin, one.end - one.begin] for one in each], np.int64).reshape(-1, 2)
     for one in each:
         if one.ratio is not None and one.ratio < 0:
@@ -160,12 +161,18 @@ def select_tokens(
         as_numpy(kinds, np.uint8, "kinds"),
         np.array(deviations, np.float32),
         bounds,
-        [-1.0 if one.ratio is None else float(one.ratio) for one in each],
+        [-1.0 if one.ratio is None else one.ratio for one in each],
         None if candidates is None else as_numpy(candidates, np.int64, "candidates"),
         dict(options),
         check_index,
     )
     return np.from_dlpack(rows), np.from_dlpack(starts)
+
+
+def _document(begin: Any, end: Any, ratio: Any = None) -> BlendDocument:
+    """Its rows as integers, none of them rounded."""
+    rows = [int64(row, "blend: a row of a document") for row in (begin, end)]
+    return BlendDocument(rows[0], rows[1], None if ratio is None else real(ratio, "blend: ratio"))
 
 
 def scatter_rows(some: Any, rows: Any, out: Any, *, token_dim: int = 0) -> None:

@@ -36,6 +36,7 @@ class _FoundInMemory:
     token_dim: int
 
     def load(self, layer: int) -> tuple[Any, Any]:
+        """Copies, which the caller may write to."""
         k, v = (
             _joined([chunk.layers[layer][i] for chunk in self.chunks], self.token_dim)
             for i in (0, 1)
@@ -177,7 +178,7 @@ def _copied(array: Any) -> Any:
 
 def _joined(arrays: list[Any], token_dim: int) -> Any:
     if len(arrays) == 1:
-        return arrays[0]
+        return _copied(arrays[0])
     if isinstance(arrays[0], np.ndarray):
         return np.concatenate(arrays, axis=token_dim)
     import torch

@@ -89,7 +89,7 @@ def attention_forward(
         "output_attentions": bool(others.get("output_attentions")),
         "a position bias": others.get("position_bias") is not None,
         "packed sequences": others.get("cu_seq_lens_q") is not None,
-        "gradients": torch.is_grad_enabled() and query.requires_grad,
+        "gradients": any(each.requires_grad for each in (query, key._key, value)),
         "tensors that are not on the CPU": query.device.type != "cpu",
     }
     for what, is_asked in refused.items():

@@ -201,8 +201,14 @@ class QuireCache(Cache):
         self._check_idle("batch_select_indices")
         if not self._columns:
             return
+        asked = torch.as_tensor(indices)
+        if asked.dim() != 1:
+            raise errors.BadArgumentError(
+                f"QuireCache.batch_select_indices: indices has shape {tuple(asked.shape)}; give "
+                "one number for each row to keep, or a bool for each row"
+            )
         try:
-            chosen = torch.arange(len(self._rows.held))[torch.as_tensor(indices)].tolist()
+            chosen = torch.arange(len(self._rows.held))[asked].tolist()
         except IndexError as error:
             raise errors.BadArgumentError(f"QuireCache.batch_select_indices: {error}") from error
         self._select("batch_select_indices", chosen)
@@ -219,8 +225,7 @@ class QuireCache(Cache):
         if count == 0:
             return
         if count == self._columns:
-            self._rows.set([])
-            self._columns, self._shown = 0, None
+            self.reset()
             return
         self._shorten(count)
         self._columns -= count
@@ -254,7 +259,8 @@ class QuireCache(Cache):
 
         Raises:
             FileExistsError: `path` is there already.
-            BadStateError: nothing is held, or a forward is open.
+            BadStateError: nothing is held, a forward is open, or weights of the model's attention
+                have changed since.
             BadArgumentError: the shape of input_ids.
         """
         self._check_held("save")
@@ -300,6 +306,11 @@ class QuireCache(Cache):
         self._check_idle("load")
         folder = Path(path)
         fields = read_note(folder)
+        if len(fields["weights"]) not in (0, len(self.layers)):
+            raise errors.IncompatibleError(
+                f"{folder}: has digests of the weights of {len(fields['weights'])} layers; this "
+                f"configuration has {len(self.layers)}"
+            )
         new: list[int] = []
         sequences = self._rows.sequences
         try:
@@ -347,8 +358,10 @@ class QuireCache(Cache):
 
         Raises:
             BadStateError: a forward is open, nothing is held, another model's keys and values are,
-                or layers have slid more than ``max_crop`` tokens beyond a chunk that is new.
-            BadArgumentError: the shape of input_ids, another configuration.
+                weights of its attention have changed since, or layers have slid more than
+                ``max_crop`` tokens beyond a chunk that is new.
+            BadArgumentError: the shape of input_ids, another configuration, or one that rotates
+                keys by the length of the text ("longrope", "dynamic").
         """
         self._check_held("keep")
         ids = self._checked_ids("keep", input_ids)
@@ -383,8 +396,8 @@ class QuireCache(Cache):
 
         Raises:
             BadStateError: a forward is open.
-            BadArgumentError: a shape, another configuration, or rows of several lengths in a model
-                with sliding layers.
+            BadArgumentError: a shape, another configuration, one that :meth:`keep` does not take,
+                or rows of several lengths in a model with sliding layers.
             OutOfPagesError: it does not fit; what was held is held.
         """
         self._check_idle("find")
@@ -393,9 +406,11 @@ class QuireCache(Cache):
             self.kv_cache, store, model, self._architecture, cache_salt, chunk_tokens
         )
         seconds = real(timeout, "timeout")
+        weights = Weights()
+        weights.expect_model(model, len(self.layers))
         columns, held = take_rows(self._rows.sequences, prompts, space, seconds)
         self._rows.set(held)
-        self._weights.expect_model(model)
+        self._weights = weights
         if columns == 0:
             self.reset()
             return 0
@@ -477,6 +492,11 @@ class QuireCache(Cache):
         dims = (spec.qk_head_dim, spec.qk_head_dim, spec.v_head_dim)
         rows = len(self._rows.held) or tensors[0].shape[0]
         columns = tensors[0].shape[2] if self._forward is None else self._forward.columns
+        if rows == 0 or columns == 0:
+            raise errors.BadArgumentError(
+                f"QuireCache: a forward of {rows} rows and {columns} new columns; give at least "
+                "one token"
+            )
         computed = {torch.float32, self._computes_in}
         if not {tensor.dtype for tensor in tensors} <= computed:
             raise errors.BadArgumentError(
@@ -585,8 +605,9 @@ class QuireCache(Cache):
 
     def _check_held(self, call: str) -> None:
         self._check_idle(call)
-        if not self._columns:
-            raise errors.BadStateError(f"QuireCache.{call}: nothing is held")
+        if not any(map(self._length, self._rows.held)):
+            why = ", but for padding" if self._columns else ""
+            raise errors.BadStateError(f"QuireCache.{call}: nothing is held{why}")
 
     def _checked_ids(self, call: str, input_ids: torch.Tensor) -> torch.Tensor:
         """Those of the columns that are held."""

@@ -81,6 +81,13 @@ def space_of(
         raise errors.BadArgumentError(
             "QuireCache: the model has another configuration than the QuireCache was made from"
         )
+    for kind in _rope_types(model.config):
+        if kind == "longrope" or "dynamic" in kind:
+            raise errors.BadArgumentError(
+                f"QuireCache: keep() and find() take no model with rope_type {kind!r}: how it "
+                "rotates a key depends on the length of the text, so a beginning of two texts may "
+                "have two sets of keys"
+            )
     facts = (
         architecture,
         model_digest(model),
@@ -90,6 +97,13 @@ def space_of(
     revision = hashlib.blake2b("\0".join(facts).encode(), digest_size=16).hexdigest()
     identity = {"model": "transformers", "revision": revision}
     return store.space(kv.chunk_passport(identity, chunk_tokens=chunk_tokens), salt=salt)
+
+
+def _rope_types(config: Any) -> set[str]:
+    """How keys are rotated, in one or other of the layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layers = [each for each in parameters.values() if isinstance(each, dict)]
+    return {str(each.get("rope_type", "default")) for each in of_layers or [parameters]}
 
 
 def keep_rows(
@@ -142,6 +156,8 @@ def take_rows(
             padding + found[tuple(ids)]
             for padding, ids in zip(prompts.padding, prompts.ids, strict=True)
         )
+        if columns <= min(prompts.padding):  # not a token of any row
+            columns = 0
         for row, fetch in fetches.items():
             length = max(0, columns - (prompts.columns - len(row)))
             count = -(-length // chunk)

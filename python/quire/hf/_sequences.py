@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
-from quire import snapshot
+from quire import errors, snapshot
 from quire.chunk_space import ChunkFetch
 from quire.kv_cache import KVCache
 
@@ -19,19 +19,25 @@ class Sequences:
         self.kv = kv
         self._holders: Counter[int] = Counter()
         self._next = 0
+        # Rows whose QuireCache has ended while another thread was in a call of the KVCache, as the
+        # garbage collector may end one. They end before the next sequence or forward.
+        self.left: deque[Rows] = deque()
 
     def add(self) -> int:
         """An empty sequence that nobody holds yet."""
+        self.end_left()
         self.kv.add_sequence(self._next)
         return self._named()
 
     def fork(self, sequence: int, length: int = -1) -> int:
         """A fork that nobody holds yet, of the first `length` tokens (-1: all)."""
+        self.end_left()
         self.kv.fork_sequence(sequence, self._next, length)
         return self._named()
 
     def restore(self, path: str, identity: dict[str, str], any_numerics: bool) -> int:
         """A sequence of a snapshot that nobody holds yet."""
+        self.end_left()
         snapshot.restore_sequence(
             self.kv, self._next, path, identity=identity, any_numerics=any_numerics
         )
@@ -41,6 +47,7 @@ class Sequences:
         """A sequence of the first chunks of a fetch that nobody holds yet; 0: an empty one."""
         if count == 0:
             return self.add()
+        self.end_left()
         self.kv.take_chunks(self._next, fetch, count)
         return self._named()
 
@@ -56,10 +63,11 @@ class Sequences:
     def release(self, sequences: Iterable[int]) -> None:
         """Counts one holder less for each element; the last one removes the sequence."""
         for sequence in sequences:
-            self._holders[sequence] -= 1
-            if self._holders[sequence] == 0:
-                del self._holders[sequence]
-                self.kv.remove_sequence(sequence)
+            if self._holders[sequence] > 1:
+                self._holders[sequence] -= 1
+                continue
+            self.kv.remove_sequence(sequence)
+            del self._holders[sequence]
 
     def replace(self, old: list[int], new: list[int]) -> None:
         """`new` are held in place of `old`."""
@@ -68,6 +76,11 @@ class Sequences:
 
     def holders(self, sequence: int) -> int:
         return self._holders[sequence]
+
+    def end_left(self) -> None:
+        """Ends what another thread's call has kept from ending."""
+        for _ in range(len(self.left)):
+            self.left.popleft().end()
 
     def _named(self) -> int:
         self._next += 1
@@ -89,6 +102,7 @@ class Rows:
 
     def begin_forward(self, sequences: list[int], lengths: list[int], new: list[int]) -> None:
         """Opens a forward of the KVCache; `new` are those of its sequences that no row holds."""
+        self.sequences.end_left()
         self.sequences.kv.begin_forward(sequences, lengths)
         self._forward = new
 
@@ -102,10 +116,17 @@ class Rows:
         """Ends an open forward; everything is as before it."""
         if self._forward is not None:
             self.sequences.kv.abort_forward()
-            self.sequences.drop(self._forward)
-            self._forward = None
+            new, self._forward = self._forward, None
+            self.sequences.drop(new)
 
     def end(self) -> None:
-        """What the end of the QuireCache does."""
-        self.abort_forward()
-        self.set([])
+        """What the end of the QuireCache does, in any thread."""
+        try:
+            self.abort_forward()
+            while self.held:
+                self.sequences.release(self.held[-1:])
+                self.held.pop()
+        except errors.BadStateError:  # another thread is in a call
+            self.sequences.left.append(self)
+        except errors.ClosedError:  # the KVCache is, and has nothing any more
+            pass

@@ -15,10 +15,23 @@ __all__ = ["Weights", "model_digest", "module_digest"]
 
 # What _stamp gives of the weights of a model, and their digest, which holds as long as that does.
 _models: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
+# Numbers of each weight that are looked at for a change: an update that leaves all of them alone is
+# none of a matrix.
+_SAMPLE = 64
 
 
-def _digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    whole = hashlib.blake2b(digest_size=16)
+def _adapters(module: torch.nn.Module) -> list[str]:
+    """Which adapters are in use, as PEFT's layers say. The weights of the others are there, too."""
+    return [
+        f"{name} {getattr(each, 'active_adapters', None)} {each.disable_adapters} "
+        f"{getattr(each, 'scaling', None)}"
+        for name, each in module.named_modules()
+        if isinstance(getattr(each, "disable_adapters", None), bool)
+    ]
+
+
+def _digest(weights: Iterable[tuple[str, torch.Tensor]], adapters: list[str]) -> str:
+    whole = hashlib.blake2b("\0".join(adapters).encode(), digest_size=16)
     for name, weight in weights:
         whole.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         whole.update(_bytes(weight).numpy().data)
@@ -41,35 +54,63 @@ def _stamp(weight: torch.Tensor) -> tuple[int, int, int]:
 
 
 def module_digest(module: torch.nn.Module) -> str:
-    """A digest of the weights of one attention module."""
-    return _digest(module.named_parameters())
+    """A digest of the weights of one attention module, and of which adapters are in use."""
+    return _digest(module.named_parameters(), _adapters(module))
+
+
+def _sample(module: torch.nn.Module) -> str:
+    """A digest of some of the numbers of each weight of a module: quick to take, and another one
+    after an optimizer's step, a merge or a change of adapters, or a load of other weights."""
+    whole = hashlib.blake2b("\0".join(_adapters(module)).encode(), digest_size=16)
+    for name, weight in module.named_parameters():
+        whole.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        plain = weight.detach()
+        # The shape must do for others, such as weights that are elsewhere between forwards.
+        if type(plain) is torch.Tensor and plain.device.type == "cpu":
+            flat = plain.flatten()
+            whole.update(_bytes(flat[:: max(1, len(flat) // _SAMPLE)]).numpy().data)
+    return whole.hexdigest()
+
+
+def _attention_modules(model: torch.nn.Module, layers: int) -> list[torch.nn.Module]:
+    """Those that compute attention, one for each layer, in order; [] where they cannot be told."""
+    by_layer: dict[Any, torch.nn.Module] = {}
+    for module in model.modules():
+        if hasattr(module, "is_causal") and hasattr(module, "layer_idx"):
+            if module.layer_idx in by_layer:
+                return []
+            by_layer[module.layer_idx] = module
+    return [by_layer[i] for i in range(layers)] if by_layer.keys() == {*range(layers)} else []
 
 
 def model_digest(model: torch.nn.Module) -> str:
-    """A digest of all weights of a model; computed again when one of them has been written to."""
-    weights = model.state_dict()
-    stamp = [(name, *_stamp(each)) for name, each in weights.items()]
+    """A digest of all weights of a model, and of which adapters are in use; computed again when one
+    of them has been written to."""
+    weights, adapters = model.state_dict(), _adapters(model)
+    stamp = (adapters, [(name, *_stamp(each)) for name, each in weights.items()])
     known = _models.get(model)
     if known is None or known[0] != stamp:
-        known = _models[model] = (stamp, _digest(weights.items()))
+        known = _models[model] = (stamp, _digest(weights.items(), adapters))
     return known[1]
 
 
 class Weights:
-    """Unknown; or modules; or digests of modules, of which load() knows no more; or a model."""
+    """Unknown; or modules; or digests of modules, of which load() knows no more; or a model whose
+    modules are known with the next forward."""
 
     def __init__(self) -> None:
         self._modules: list[weakref.ref[Any]] = []
+        self._samples: list[str] = []  # of the modules, when they became known
         self._digests: list[str] = []
         self._model: weakref.ref[Any] | None = None
 
     def forget(self) -> None:
-        self._modules, self._digests, self._model = [], [], None
+        self._modules, self._samples, self._digests, self._model = [], [], [], None
 
     def copy(self) -> Weights:
         copied = Weights()
-        copied._modules, copied._digests = [*self._modules], [*self._digests]
-        copied._model = self._model
+        copied._modules, copied._samples = [*self._modules], [*self._samples]
+        copied._digests, copied._model = [*self._digests], self._model
         return copied
 
     def check(self, layer: int, module: torch.nn.Module) -> None:
@@ -90,38 +131,60 @@ class Weights:
         """A forward of these modules, all of them checked, has ended."""
         if not self._modules:
             self._modules = [weakref.ref(module) for module in modules]
+            self._samples = [_sample(module) for module in modules]
 
     def expect(self, digests: list[str]) -> None:
         """Only modules with these digests may go on."""
         self.forget()
         self._digests = [*digests]
 
-    def expect_model(self, model: torch.nn.Module) -> None:
-        """Only modules of this model may go on."""
+    def expect_model(self, model: torch.nn.Module, layers: int) -> None:
+        """Only modules of this model, which has this number of layers, may go on."""
         self.forget()
         self._model = weakref.ref(model)
+        self.bind(_attention_modules(model, layers))
 
     def are_of(self, model: torch.nn.Module) -> bool:
-        """Whether what is held was computed by this model."""
+        """Whether what is held was computed by this model. BadStateError if that was before its
+        weights were changed."""
         if self._modules:
             parts = {id(each) for each in model.modules()}
-            return all(id(reference()) in parts for reference in self._modules)
+            if not all(id(reference()) in parts for reference in self._modules):
+                return False
+            self._known_modules("keep")
+            return True
         if self._model is not None:
             return self._model() is model
         layers = {module_digest(each) for each in model.modules() if hasattr(each, "layer_idx")}
         return layers.issuperset(self._digests)
 
     def digests(self) -> list[str]:
-        """Digests of the modules. BadStateError if the model is gone."""
-        if not self._modules:
-            return [*self._digests]
+        """Digests of the modules. BadStateError if the model is gone, if its weights are others
+        now, or if its modules are not known yet."""
+        if self._modules:
+            return [module_digest(module) for module in self._known_modules("save")]
+        if self._model is not None:
+            raise errors.BadStateError(
+                "QuireCache: which modules of the model compute its attention is known after a "
+                "forward alone, so save() cannot note their weights; run one first"
+            )
+        return [*self._digests]
+
+    def _known_modules(self, call: str) -> list[Any]:
+        """The modules, with the weights that they had when they became known."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
         if len(modules) < len(self._modules):
             raise errors.BadStateError(
                 "QuireCache: the model whose keys and values these are is gone, so save() cannot "
                 "note which it was; save while it is there"
             )
-        return [module_digest(module) for module in modules]
+        for layer, (module, sample) in enumerate(zip(modules, self._samples, strict=True)):
+            if _sample(module) != sample:
+                raise errors.BadStateError(
+                    f"QuireCache.{call}: weights of layer {layer} have changed since keys and "
+                    "values were computed with them; reset(), and compute them again"
+                )
+        return modules
 
 
 def _is_part(module: torch.nn.Module, model: torch.nn.Module | None) -> bool:

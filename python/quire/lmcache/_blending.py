@@ -67,7 +67,9 @@ class LMCacheEngine:
             capacity_bytes=self._capacity_bytes,
         )
         memory.store(tokens, kv_tensors_raw)
-        self._memory, self._layer_count = memory, memory.layer_count
+        # In this order: a thread that finds something then knows how many layers to load.
+        self._layer_count = memory.layer_count
+        self._memory = memory
 
     def close(self) -> None:
         """Forgets what was stored."""
@@ -137,6 +139,11 @@ class CacheBlendImpl(BlendExecutor):
         *,
         new: bool = False,
     ) -> Any:
+        if (self._encoder is None) != (self._reverse_encoder is None):
+            lacking = "positional" if self._encoder is None else "reverse_positional"
+            raise errors.BadStateError(
+                f"CacheBlendImpl: one encoder moves no keys; call set_{lacking}_encoder, too"
+            )
         moved = super()._moved_keys(each, layer, keys, old, token_dim, new=new)
         if self._encoder is None or self._reverse_encoder is None:
             return moved

@@ -152,17 +152,21 @@ class QuireL2Adapter(AdapterBase):  # type: ignore[misc]
         self._end_overdue_locks()
         fetches = [self._fetch(key, self._objects.size(key, layouts)) for key in keys]
         found = Bits(len(keys))
-        hits = []
-        for i, (key, fetch) in enumerate(zip(keys, fetches, strict=True)):
-            if fetch is None or not arrived(fetch, self._load_timeout):
-                continue
-            found.set(i)
-            hits.append(key)
-            with self._mutex:
-                self._locked.setdefault(key, []).append((self._clock(), fetch))
-        if hits:
-            self._notify_keys_accessed(hits)
-        self._tell_of_deletions()
+        hits: list[Any] = []
+        try:
+            for i, (key, fetch) in enumerate(zip(keys, fetches, strict=True)):
+                if fetch is None or not arrived(fetch, self._load_timeout):
+                    continue
+                found.set(i)
+                hits.append(key)
+                with self._mutex:
+                    self._locked.setdefault(key, []).append((self._clock(), fetch))
+            if hits:
+                self._notify_keys_accessed(hits)
+            self._tell_of_deletions()
+        except BaseException:
+            self.submit_unlock(hits)  # LMCache is told of no hit, and undoes no lock
+            raise
         return found
 
     def _fetch(self, key: Any, size: int | None) -> quire.ChunkFetch | None:

@@ -26,6 +26,7 @@ class Lane:
             queue.SimpleQueue()
         )
         self._lock = threading.Lock()
+        self._process = os.getpid()  # the child of a fork has no thread of it
         self._is_closed = False  # nothing is put into the queue any more
         self._results: dict[int, Any] = {}
         self._last = 0
@@ -36,8 +37,8 @@ class Lane:
         self._thread.start()
 
     def check_open(self) -> None:
-        """ClosedError: no task is done any more."""
-        if self._is_closed:
+        """ClosedError: no task is done any more, or none in this process."""
+        if self._is_closed or os.getpid() != self._process:
             raise closed_error("QuireL2Adapter")
 
     @property
@@ -49,6 +50,7 @@ class Lane:
     def submit(self, task: Callable[[], Any], failed: Any) -> int:
         """Does `task` later; its result is what it returns, or `failed` where it raises. A result
         that is None is not told. Returns the task's number. ClosedError: it would never be done."""
+        self.check_open()
         with self._lock:
             self.check_open()
             self._last += 1
@@ -67,7 +69,10 @@ class Lane:
         return results
 
     def close(self) -> None:
-        """Ends after the tasks that were submitted. Twice is fine."""
+        """Ends after the tasks that were submitted. Twice is fine, and so is the child of a fork,
+        which leaves the parent's as they are."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
             if not was_closed:

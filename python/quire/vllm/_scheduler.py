@@ -375,12 +375,13 @@ class SchedulerSide:
             return 0
         border = lookup.border
         begins = [lookup.begin(part, first) for part in range(len(self._parts))]
-        slots = None if self._arenas is None else self._lease(self._arenas, lookup, begins)
         fetch, fetch_first = lookup.fetch(self._first_part)
         # Where the model has nothing but states, one stands for all tokens before it.
         tiers = [str(fetch.tier(max(0, i - fetch_first))) for i in range(first, border)]
         keys = self._learn(state, first, border - first)
         self.note([("stored", tier, key) for tier, key in zip(tiers, keys, strict=False)])
+        # Last: what fails behind it would keep the slots for ever.
+        slots = None if self._arenas is None else self._lease(self._arenas, lookup, begins)
         state.promise = _Promise(first, border, lookup, begins, slots, tiers)
         return (border - first) * self._chunk
 

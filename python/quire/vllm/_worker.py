@@ -242,11 +242,11 @@ class WorkerSide:
             self._ended.append((each.number, self._rank))
 
     def _load(self, plan: StepPlan, load: LoadPlan) -> None:
-        if len(self._blocks) != len(self._groups):
-            raise errors.BadStateError("QuireConnector: vLLM has registered no KV")
-        self._follow(plan)
         fetches = fetches_in_flight.pop(load.number, [])
         try:
+            if len(self._blocks) != len(self._groups):
+                raise errors.BadStateError("QuireConnector: vLLM has registered no KV")
+            self._follow(plan)
             if not load.places:
                 raise RuntimeError(f"load {load.number} is lost")
             places = load.places[self._rank]

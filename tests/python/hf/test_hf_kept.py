@@ -184,6 +184,106 @@ def test_weights_that_torch_does_not_see_change_are_others(store: quire.ChunkSto
     weight.data -= 0.5
 
 
+def test_keys_of_the_weights_before_are_not_kept(store: quire.ChunkStore) -> None:
+    """They were, under the digest of the weights after: others found them."""
+    ids, changing = random_ids(1, 40), model("llama", seed=3)
+    cache = new_cache(changing)
+    run(changing, cache, ids)
+    changing.model.layers[2].self_attn.k_proj.weight.data *= 1.5
+    with pytest.raises(quire.BadStateError, match="keep: weights of layer 2 have changed"):
+        cache.keep(store, ids, changing, chunk_tokens=CHUNK)
+    assert not store.list("ram")
+    cache.reset()
+    run(changing, cache, ids)
+    assert cache.keep(store, ids, changing, chunk_tokens=CHUNK) == [32]
+    later = new_cache(changing)
+    assert later.find(store, ids, changing, chunk_tokens=CHUNK) == 32
+    changing.model.layers[0].self_attn.q_proj.weight.data *= 1.5
+    with pytest.raises(quire.BadStateError, match="keep: weights of layer 0 have changed"):
+        later.keep(store, ids, changing, chunk_tokens=CHUNK)
+
+
+class _Tuned(torch.nn.Module):
+    """A projection with two adapters, as PEFT's layers are."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.disable_adapters, self.scaling = base, False, {"a": 1.0, "b": 1.0}
+        self.active_adapters = ["a"]
+        self.lora = torch.nn.ParameterDict(
+            {name: torch.full_like(base.weight, step) for name, step in (("a", 0.1), ("b", 0.2))}
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(hidden)
+        for name in [] if self.disable_adapters else self.active_adapters:
+            out = out + self.scaling[name] * torch.nn.functional.linear(hidden, self.lora[name])
+        return out
+
+
+def test_keys_of_another_adapter_are_not_found(store: quire.ChunkStore, tmp_path: Path) -> None:
+    """All are weights of one model, whichever is in use."""
+    ids, made = random_ids(1, 40), model("llama", seed=3)
+    attention = made.model.layers[1].self_attn
+    attention.k_proj = tuned = _Tuned(attention.k_proj)
+
+    def found() -> int:
+        return new_cache(made).find(store, ids, made, chunk_tokens=CHUNK)
+
+    cache = new_cache(made)
+    run(made, cache, ids)
+    assert cache.keep(store, ids, made, chunk_tokens=CHUNK) == [32]
+    cache.save(tmp_path / "saved")
+    assert found() == 32
+    for name, value in (
+        ("active_adapters", ["b"]),
+        ("disable_adapters", True),
+        ("scaling", {"a": 0.5, "b": 1.0}),
+    ):
+        before = getattr(tuned, name)
+        setattr(tuned, name, value)
+        assert found() == 0, name
+        with pytest.raises(quire.BadStateError, match="keep: weights of layer 1 have changed"):
+            cache.keep(store, ids, made, chunk_tokens=CHUNK)
+        loaded = new_cache(made)
+        loaded.load(tmp_path / "saved")
+        with pytest.raises(quire.BadStateError, match="another model"):
+            run(made, loaded, ids[:, :3])
+        setattr(tuned, name, before)
+    assert found() == 32
+
+
+_LONGROPE = {
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + i / 2 for i in range(8)],
+    },
+}
+_DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("phi3", {**_LONGROPE, "hidden_size": 64, "sliding_window": None}), ("llama", _DYNAMIC)],
+)
+def test_keys_that_depend_on_the_length_of_the_text_are_not_kept(
+    store: quire.ChunkStore, name: str, options: dict[str, Any]
+) -> None:
+    """A short text was given the keys of a long one that begins with the same tokens."""
+    made = model(name, **options)
+    ids = random_ids(1, 60)
+    cache = new_cache(made)
+    run(made, cache, ids)
+    with pytest.raises(quire.BadArgumentError, match=r"keep\(\) and find\(\) take no model with"):
+        cache.keep(store, ids, made, chunk_tokens=CHUNK)
+    with pytest.raises(quire.BadArgumentError, match="depends on the length of the text"):
+        cache.find(store, ids[:, :20], made, chunk_tokens=CHUNK)
+    assert cache.get_seq_length() == 60 and not store.list("ram")
+
+
 def test_damage_is_a_miss(llama: Any, tmp_path: Path) -> None:
     ids = random_ids(1, 70)
     with quire.ChunkStore(tmp_path / "kv", disk_timeout_ms=60_000) as store:
@@ -235,6 +335,54 @@ def test_what_was_found_is_of_one_model(store: quire.ChunkStore, llama: Any) -> 
     assert cache.keep(store, ids, llama, chunk_tokens=CHUNK) == [32]
     forked = cache.fork()
     assert torch.equal(run(llama, forked, ids[:, 32:]), run(llama, cache, ids[:, 32:]))
+
+
+def test_what_was_found_is_saved_with_its_weights(
+    store: quire.ChunkStore, llama: Any, tmp_path: Path
+) -> None:
+    """Without a forward in between no digest was noted: any model went on, and was kept."""
+    ids = random_ids(1, 40)
+    cache = new_cache(llama)
+    run(llama, cache, ids)
+    cache.keep(store, ids, llama, chunk_tokens=CHUNK)
+    found = new_cache(llama)
+    assert found.find(store, ids, llama, chunk_tokens=CHUNK) == 32
+    found.save(tmp_path / "saved")
+    loaded, other = new_cache(llama), model("llama", seed=1)
+    loaded.load(tmp_path / "saved")
+    with pytest.raises(quire.BadStateError, match="another model"):
+        run(other, loaded, ids[:, 32:])
+    with pytest.raises(quire.BadStateError, match="another model"):
+        loaded.keep(store, ids, other, chunk_tokens=CHUNK)
+    assert torch.equal(run(llama, loaded, ids[:, 32:]), recomputed(llama, ids, 32))
+
+
+def test_what_cannot_be_told_of_a_model_is_not_saved(
+    store: quire.ChunkStore, llama: Any, tmp_path: Path
+) -> None:
+    """Two modules that call themselves the attention of layer 0."""
+    ids = random_ids(1, 40)
+    cache = new_cache(llama)
+    run(llama, cache, ids)
+    cache.keep(store, ids, llama, chunk_tokens=CHUNK)
+    wrapped: Any = torch.nn.Module()
+    wrapped.config, wrapped.own, wrapped.extra = llama.config, llama, torch.nn.Identity()
+    wrapped.extra.layer_idx, wrapped.extra.is_causal = 0, True
+    wrapped.state_dict = llama.state_dict
+    assert cache.find(store, ids, wrapped, chunk_tokens=CHUNK) == 32
+    with pytest.raises(quire.BadStateError, match="known after a forward alone"):
+        cache.save(tmp_path / "saved")
+    run(llama, cache, ids[:, 32:])
+    cache.save(tmp_path / "saved")
+
+
+def test_of_padding_alone_nothing_is_found(store: quire.ChunkStore, llama: Any) -> None:
+    ids = random_ids(2, 40)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :7] = mask[1, :4] = 0
+    cache = new_cache(llama)
+    assert cache.find(store, ids, llama, attention_mask=mask, chunk_tokens=CHUNK) == 0
+    assert cache.get_seq_length() == 0 and cache.kv_cache.empty()
 
 
 def test_a_loaded_cache_is_kept(store: quire.ChunkStore, llama: Any, tmp_path: Path) -> None:

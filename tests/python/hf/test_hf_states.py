@@ -180,6 +180,34 @@ def test_a_cache_that_ends_in_an_open_forward_releases_it(llama, cache):
     assert cache.kv_cache.sequence_count() == 2
 
 
+def test_a_fork_that_ends_while_a_thread_is_in_a_call(llama, cache, monkeypatch):
+    """As the garbage collector may end one. What it held was never given back."""
+    fork = cache.fork()
+    run(llama, fork, random_ids(2, 3))
+    assert cache.kv_cache.sequence_count() == 4
+
+    def busy(*_):
+        raise quire.BadStateError("another call is inside")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quire.KVCache, "remove_sequence", busy)
+        del fork
+        gc.collect()
+    assert cache.kv_cache.sequence_count() == 4
+    run(llama, cache, random_ids(2, 3))
+    assert cache.kv_cache.sequence_count() == 2
+    cache.kv_cache.check_invariants()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_cache_that_outlives_its_pages_ends_in_silence(llama):
+    cache = quire_cache(llama)
+    run(llama, cache, random_ids(2, 12))
+    cache.kv_cache.close()
+    del cache
+    gc.collect()
+
+
 def test_two_models_on_one_cache(llama, cache):
     other = model("llama", seed=1)
     with Unchanged(cache, quire.BadStateError, "another model.*layer 0.*reset"):
@@ -269,7 +297,7 @@ def test_crop_of_nothing_and_of_everything(llama, cache):
     assert cache.kv_cache.state_digest() == before
     cache.crop(-12)
     assert cache.get_seq_length() == 0 and cache.kv_cache.empty()
-    run(llama, cache, random_ids(5, 4))
+    run(model("llama", seed=1), cache, random_ids(5, 4))  # nothing of another model is held
     empty = quire_cache(llama)
     empty.crop(0)
 
@@ -294,6 +322,8 @@ def test_crop_beyond_what_windows_keep():
         ("reorder_cache", torch.tensor([], dtype=torch.int64)),
         ("batch_select_indices", torch.tensor([2])),
         ("batch_select_indices", torch.tensor([False, False])),
+        ("batch_select_indices", torch.tensor(1)),
+        ("batch_select_indices", torch.tensor([[0], [1]])),
         ("batch_repeat_interleave", 0),
     ],
 )
@@ -354,6 +384,11 @@ def test_what_attention_refuses(llama, cache):
     ids = random_ids(2, 1)
     with torch.enable_grad(), Unchanged(cache, quire.BadArgumentError, "gradients"):
         run(llama, cache, ids)
+    one = model("llama").requires_grad_(False)
+    one.model.layers[0].self_attn.k_proj.weight.requires_grad_(True)
+    bound = quire_cache(one)
+    with torch.enable_grad(), Unchanged(bound, quire.BadArgumentError, "gradients"):
+        run(one, bound, ids)
     with Unchanged(cache, quire.BadArgumentError, "dropout"):
         config = copy.deepcopy(llama.config)
         config.attention_dropout = 0.5
@@ -368,6 +403,19 @@ def test_what_attention_refuses(llama, cache):
     narrow = quire_cache(wide, dtype="float32")
     with Unchanged(narrow, quire.BadArgumentError, "torch.bfloat16.*dtype='bfloat16'"):
         run(wide, narrow, ids)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
+def test_a_forward_of_nothing(llama, shape):
+    """IndexError, of a tensor that the caller has never seen, or a cache of no rows."""
+    cache = quire_cache(llama)
+    attention = llama.model.layers[0].self_attn
+    rows, columns = shape
+    query, key = torch.zeros(rows, 4, columns, 16), torch.zeros(rows, 2, columns, 16)
+    with Unchanged(cache, quire.BadArgumentError, f"{rows} rows and {columns} new columns"):
+        keys, values = cache.update(key, key, 0)
+        attention_of = transformers.AttentionInterface()["quire"]
+        attention_of(attention, query, keys, values, None)
 
 
 def test_configurations_that_are_refused():
@@ -408,6 +456,45 @@ def test_save_and_load_refuse(llama, cache, tmp_path):
         quire_cache(qwen).load(tmp_path / "saved")
     with Unchanged(cache, TypeError, "save"):
         pickle.dumps(cache)
+
+
+def test_padding_alone_is_not_saved(llama, tmp_path):
+    """The folder had no file, so load() did not find it."""
+    cache = quire_cache(llama)
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]])
+    run(llama, cache, random_ids(2, 4), attention_mask=mask)
+    cache.crop(-2)
+    with Unchanged(cache, quire.BadStateError, "save: nothing is held, but for padding"):
+        cache.save(tmp_path / "saved")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_note_of_fewer_layers_is_refused(cache, tmp_path, monkeypatch):
+    """It was loaded, and the next forward ended with IndexError."""
+    real = json.dumps
+
+    def crafted(fields, **options):
+        return real({**fields, "weights": ["0" * 32]} if "lengths" in fields else fields, **options)
+
+    monkeypatch.setattr(json, "dumps", crafted)
+    cache.save(tmp_path / "saved")
+    monkeypatch.undo()
+    with Unchanged(cache, quire.IncompatibleError, "weights of 1 layers; this .* has 3"):
+        cache.load(tmp_path / "saved")
+
+
+def test_weights_that_have_changed_since_are_not_noted(tmp_path):
+    """Keys of the weights before were saved with the digests of those after."""
+    changing = model("llama", seed=5)
+    cache = quire_cache(changing)
+    run(changing, cache, random_ids(1, 12))
+    weight = changing.model.layers[1].self_attn.v_proj.weight
+    weight.data += 0.5  # as where PEFT merges an adapter
+    for one in (cache, cache.fork()):
+        with Unchanged(one, quire.BadStateError, "save: weights of layer 1 have changed"):
+            one.save(tmp_path / "saved")
+    assert not [*tmp_path.iterdir()]
+    weight.data -= 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])

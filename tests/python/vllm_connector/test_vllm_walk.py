@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 import quire
 from fake_vllm import BLOCK, ONE_GROUP, FakeGroup, FakeRequest, config
 from late_stream import LateStream
-from quire.vllm import QuireConnector, _arena, _identity, _scheduler
+from quire.vllm import QuireConnector, _arena, _identity, _scheduler, _worker
 from vllm_pair import PROMPT, Pair, damage, fake_passport, walk
 
 passport = pytest.fixture(autouse=True)(fake_passport)
@@ -189,6 +189,41 @@ def test_a_load_that_no_worker_took_ends_with_the_scheduler(tmp_path: Path) -> N
         pair.scheduler.build_connector_meta(output)
     pair.close()
     assert not _scheduler.fetches_in_flight
+
+
+def test_a_load_that_cannot_begin_holds_no_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stayed in memory as long as the process, one prompt's for each such load."""
+    _stored(tmp_path)
+    pair = Pair({"directory": str(tmp_path)})
+    with monkeypatch.context() as patch:
+        patch.setattr(_worker.WorkerSide, "_follow", lambda *_: 1 / 0)
+        assert pair.generate(PROMPT, 1).done
+    assert pair.engine.refused_blocks == 3
+    assert not _scheduler.fetches_in_flight
+    pair.close()
+
+
+def test_a_promise_that_fails_holds_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots were never given back: after some of them there was no room for anything."""
+    _stored(tmp_path)
+    pair = Pair({"directory": str(tmp_path), "events": True}, apart=True)
+    (arena,) = pair.scheduler._scheduler._arenas
+    with monkeypatch.context() as patch:
+        patch.setattr(_scheduler.SchedulerSide, "_learn", lambda *_: 1 / 0)
+        request = FakeRequest("r", PROMPT, 1)
+        pair.scheduler.on_new_request(request)
+        found = None
+        while found is None:
+            found, _ = pair.scheduler.get_num_new_matched_tokens(request, 0)
+        assert found == 0
+    assert arena.free_count == arena.slot_count
+    assert pair.scheduler.get_num_new_matched_tokens(request, 0) == (12, False)
+    assert arena.free_count == arena.slot_count - 3
+    pair.close()
 
 
 def test_a_save_that_fails_leaves_the_others(
