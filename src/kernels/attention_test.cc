@@ -313,13 +313,47 @@ TEST(Attention, ALatentLayerIsAPlainOneWhoseValuesAreItsKeysBeginning) {
   }
 }
 
+// Rows enough for a tile of the unit that sums bytes: sums of integers are the same on all paths,
+// whatever the dimensions' last step, and where sinks have queries of their own.
+TEST(Attention, ManyRowsOverInt8HaveTheBitsOfEveryPath) {
+  for (uint64_t seed = 1; seed <= 32 && !HasFailure(); ++seed) {
+    CaseSpec spec = seed % 4 == 0   ? RandomLatentSpec(seed)
+                    : seed % 2 == 0 ? RandomWindowSpec(seed)
+                                    : RandomSpec(seed);
+    RandomSequence random(seed, 3);
+    spec.dtype = DType::kI8;
+    spec.value_dtype.reset();
+    spec.inline_keys = false;
+    if (!spec.latent) {
+      const std::pair<int, int> dims[] = {{14, 16}, {16, 16}, {18, 33},   {66, 24},
+                                          {80, 80}, {112, 9}, {130, 128}, {128, 128}};
+      const std::pair<int, int> dim = Pick(random, dims);
+      spec.qk_dim = dim.first;
+      spec.v_dim = dim.second;
+      spec.rotary_dim = spec.rotary_dim == 0 ? 0 : spec.qk_dim / 4 * 2;
+      spec.group = Pick(random, {1, 4, 9});
+      spec.kv_heads = 2;
+    }
+    SequenceSpec& sequence = spec.sequences[0];
+    const int64_t end = sequence.base + sequence.rows;
+    const int64_t own = end - std::ssize(sequence.prefixes) * kSegmentPositions;
+    sequence.rows = std::min<int64_t>(own, Pick(random, {4, 16, 17, 33, 70}));
+    sequence.base = end - sequence.rows;
+    SequenceWindow& window = sequence.window;
+    window.slid = std::min(window.slid, std::max<int64_t>(sequence.base - window.sinks, 0));
+    ExpectPathsAgree(spec, seed);
+  }
+}
+
 // A segment whose codes are all the largest, seen with the largest weights.
 TEST(Attention, TheLargestSumsOfInt8Fit) {
-  for (const auto& [qk_dim, v_dim] : {std::pair(128, 128), std::pair(576, 512)}) {
+  constexpr int kShapes[][3] = {{128, 128, 2}, {576, 512, 2}, {128, 128, 40}, {576, 512, 40}};
+  for (const auto& [qk_dim, v_dim, group] : kShapes) {
     CaseSpec spec;
     spec.dtype = DType::kI8;
     spec.latent = true;
     spec.kv_heads = 1;
+    spec.group = group;
     spec.qk_dim = qk_dim;
     spec.v_dim = v_dim;
     spec.sequences = {{.content = 1, .base = kSegmentPositions - 1, .rows = 1}};

@@ -123,7 +123,7 @@ Paths DetectVectorPaths() {
   const bool avx512 = avx2 && saves_zmm && HasBits(leaf7.ebx, {16, 17, 30, 31});  // F, DQ, BW, VL
   const bool vnni = avx512 && HasBits(leaf7.ecx, {11});
   const bool bf16 = vnni && leaf7.eax >= 1 && HasBits(ReadCpuid(7, 1).eax, {5});
-  const bool tiles = bf16 && HasBits(leaf7.edx, {22, 24});  // AMX-BF16, AMX-TILE
+  const bool tiles = bf16 && HasBits(leaf7.edx, {22, 24, 25});  // AMX-BF16, AMX-TILE, AMX-INT8
   Paths paths;
   if (tiles) paths.tiles_refused = RequestTiles(states);
   const bool amx = tiles && paths.tiles_refused.empty();

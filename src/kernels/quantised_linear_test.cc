@@ -115,13 +115,18 @@ TEST_P(QuantisedLinearTest, BitsAreThoseOfTheReferenceForEverySizeAroundTheTiles
     }
     for (const int64_t k : {block, 2 * block, 3 * block, 5 * block}) {
       CheckBits({.format = format, .rows = 2, .n = 17, .k = k});
+      CheckBits({.format = format, .rows = 18, .n = 17, .k = k});
     }
-    for (const int64_t rows : {1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 15, 16, 17, 28, 33, 49}) {
+    for (const int64_t rows : {1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 15, 16, 17, 20, 21, 28, 33, 49}) {
       CheckBits({.format = format, .rows = rows, .n = 19, .k = 512, .bias = true});
     }
   }
   // Runs of 8 groups that end in a part of one.
   CheckBits({.format = WeightFormat::kI4ZWide, .rows = 13, .n = 33, .k = 896});
+  CheckBits({.format = WeightFormat::kI4ZWide, .rows = 32, .n = 33, .k = 896});
+  // More rows than the tile unit's passes over a strip take at a time.
+  CheckBits({.format = WeightFormat::kQ5_1, .rows = 265, .n = 17, .k = 288, .bias = true});
+  CheckBits({.format = WeightFormat::kQ6_K, .rows = 130, .n = 17, .k = 512});
   // Rows so long that few of them stay in L2 together.
   CheckBits({.format = WeightFormat::kQ4_0, .rows = 30, .n = 17, .k = 65536});
 }
@@ -130,7 +135,7 @@ TEST_P(QuantisedLinearTest, BitsAreThoseOfTheReferenceForEverySizeAroundTheTiles
 TEST_P(QuantisedLinearTest, ExtremeCodesDoNotSaturate) {
   for (const WeightFormat format : kWeightFormats) {
     for (const int fill : {0x00, 0x7F, 0x80, 0xFF}) {
-      const Case c{.format = format, .rows = 2, .n = 17, .k = 256};
+      const Case c{.format = format, .rows = 18, .n = 17, .k = 256};
       Data data(c);
       for (std::byte& byte : data.weights) byte = static_cast<std::byte>(fill);
       SetScales(format, 1000, data.weights, [] { return 1.0F; });
@@ -139,6 +144,10 @@ TEST_P(QuantisedLinearTest, ExtremeCodesDoNotSaturate) {
       }
       EXPECT_TRUE(SameBits(Expected(c, data), RunKernel(backend(), c, data)))
           << Describe(c) << fill;
+      Case few = c;
+      few.rows = 2;
+      EXPECT_TRUE(SameBits(Expected(few, data), RunKernel(backend(), few, data)))
+          << Describe(few) << fill;
     }
   }
 }
@@ -186,33 +195,38 @@ TEST_P(QuantisedLinearTest, ARowsResultDoesNotDependOnTheOtherRowsOrTheThreads) 
   }
 }
 
-TEST_P(QuantisedLinearTest, AccumulatesTheFinishedOutputOnce) {
-  const Case c{.format = WeightFormat::kQ4_0, .rows = 3, .n = 21, .k = 128, .bias = true};
+void CheckAccumulating(const Backend& backend, int64_t rows) {
+  const Case c{.format = WeightFormat::kQ4_0, .rows = rows, .n = 21, .k = 128, .bias = true};
   const Data data(c);
   const auto pool = CreateThreadPool(1).value();
   const HostMemory packed = HostMemory::Allocate(PackedQuantisedBytes(c.format, c.n, c.k)).value();
   PackQuantised(c.format, data.weights.data(), c.n, c.k, 0, packed.data(), *pool);
-  const HostMemory scratch = DirtyMemory(backend().quantised_scratch_bytes(c.rows, c.k));
+  const HostMemory scratch = DirtyMemory(backend.quantised_scratch_bytes(c.rows, c.k));
   constexpr int64_t kStride = 30;
-  std::vector<float> y(c.rows * kStride, 0.25F);
+  std::vector<float> y(static_cast<size_t>(c.rows * kStride), 0.25F);
   const QuantisedLinear w{
       .format = c.format, .n = c.n, .k = c.k, .data = packed.data(), .bias = data.bias.data()};
-  backend().quantised_linear({.parts = {&w, 1},
-                              .row_count = c.rows,
-                              .x = data.x.data(),
-                              .x_stride = c.k,
-                              .y = y.data(),
-                              .y_stride = kStride,
-                              .accumulate = true,
-                              .scratch = scratch.data()},
-                             *pool);
-  const std::vector<float> alone = RunKernel(backend(), c, data);
+  backend.quantised_linear({.parts = {&w, 1},
+                            .row_count = c.rows,
+                            .x = data.x.data(),
+                            .x_stride = c.k,
+                            .y = y.data(),
+                            .y_stride = kStride,
+                            .accumulate = true,
+                            .scratch = scratch.data()},
+                           *pool);
+  const std::vector<float> alone = RunKernel(backend, c, data);
   for (int64_t r = 0; r < c.rows; ++r) {
     for (int64_t i = 0; i < kStride; ++i) {
       const float added = i < c.n ? alone[static_cast<size_t>(r * c.n + i)] : 0.0F;
       EXPECT_EQ(y[static_cast<size_t>(r * kStride + i)], 0.25F + added);
     }
   }
+}
+
+// Also where the last tile of rows begins inside the one before.
+TEST_P(QuantisedLinearTest, AccumulatesTheFinishedOutputOnce) {
+  for (const int64_t rows : {3, 17, 27}) CheckAccumulating(backend(), rows);
 }
 
 // Matrices that share a row: each output is what it is alone.
@@ -300,7 +314,7 @@ TEST_P(QuantisedLinearTest, NoRowsChangeNothing) {
 // zeros.
 TEST_P(QuantisedLinearTest, HostileRowsStayRows) {
   for (const WeightFormat format : kWeightFormats) {
-    const Case c{.format = format, .rows = 6, .n = 18, .k = 256};
+    const Case c{.format = format, .rows = 22, .n = 18, .k = 256};
     Data data(c);
     data.x[256 + 40] = kNaN;
     data.x[2 * 256 + 255] = std::numeric_limits<float>::infinity();

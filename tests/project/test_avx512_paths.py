@@ -43,10 +43,12 @@ def test_an_intrinsic_that_is_not_emulated_is_found():
 @X86
 def test_the_library_has_the_real_instructions():
     objects = {path.name: path for path in source_tree.object_files() if path.parent.name == "cpu"}
-    for name, instruction in {
-        "avx512.cc.o": r"\tvfmadd\w+\s.*%zmm",
-        "avx512_bf16.cc.o": r"\tvdpbf16ps\s.*%zmm",
-        "avx512_amx.cc.o": r"\ttdpbf16ps\s.*%tmm",
-    }.items():
+    for name, instruction in (
+        ("avx512.cc.o", r"\tvfmadd\w+\s.*%zmm"),
+        ("avx512_bf16.cc.o", r"\tvdpbf16ps\s.*%zmm"),
+        ("avx512_amx.cc.o", r"\ttdpbf16ps\s.*%tmm"),
+        ("avx512_amx.cc.o", r"\ttdpbssd\s.*%tmm"),
+        ("avx512_amx.cc.o", r"\ttdpbusd\s.*%tmm"),
+    ):
         code = output_of("objdump", "-d", "--no-show-raw-insn", objects[name])
         assert re.search(instruction, code), f"{name}: emulated, or compiled without AVX-512"

@@ -24,25 +24,44 @@ struct BlockTiles {
   const std::byte* values[kTilesPerSegment];
 };
 
+// A stored tile of `pair_rows` rows of pairs as the unit's products take it, at `to`.
+static const std::byte* AsQuads([[maybe_unused]] const std::byte* stored,
+                                [[maybe_unused]] int pair_rows, [[maybe_unused]] int columns,
+                                std::byte* to) {
+#if defined(QUIRE_SIMD_TILES)
+  MakeQuads(stored, pair_rows, columns, to);
+#endif
+  return to;
+}
+
 static void PrepareBlockKeys(const AttentionCall& call, const AttentionUnit& unit, int64_t segment,
                              WorkerSpace& space, BlockTiles* block) {
   const AttentionSequence& sequence = call.args->sequences[static_cast<size_t>(unit.sequence)];
   const size_t bytes = call.layout().k_tile_elements() * sizeof(float);
   const bool rotate = RotatesKeys(call, unit);
+  const bool quads = OnByteTiles(call, unit);
   for (TileSet left = block->stored; left != 0; left &= left - 1) {
     const int t = __builtin_ctz(left);
     if (rotate) LoadTileAngles(sequence, segment, t, space);
-    block->keys[t] = PrepareKeys(call, space.tiles->tiles[t], block->head, rotate, block->key_dtype,
-                                 space, space.key_tiles + static_cast<size_t>(t) * bytes);
+    std::byte* const own = space.key_tiles + static_cast<size_t>(t) * bytes;
+    const std::byte* const keys = PrepareKeys(call, space.tiles->tiles[t], block->head, rotate,
+                                              block->key_dtype, space, quads ? space.stored : own);
+    block->keys[t] = quads ? AsQuads(keys, call.layout().k_dim() / 2, kLanes, own) : keys;
   }
 }
 
-static void PrepareBlockValues(const AttentionCall& call, WorkerSpace& space, BlockTiles* block) {
-  const size_t bytes = call.layout().v_tile_elements() * sizeof(float);
+static void PrepareBlockValues(const AttentionCall& call, const AttentionUnit& unit,
+                               WorkerSpace& space, BlockTiles* block) {
+  const bool quads = OnByteTiles(call, unit);  // which lie one tile after the other
+  const size_t bytes = call.layout().v_tile_elements() * (quads ? 1 : sizeof(float));
   for (TileSet left = block->stored; left != 0; left &= left - 1) {
     const int t = __builtin_ctz(left);
-    block->values[t] = PrepareValues(call, space.tiles->tiles[t], block->head, block->value_dtype,
-                                     space, space.value_tiles + static_cast<size_t>(t) * bytes);
+    std::byte* const own = space.value_tiles + static_cast<size_t>(t) * bytes;
+    const std::byte* const values =
+        PrepareValues(call, space.tiles->tiles[t], block->head, block->value_dtype, space,
+                      quads ? space.stored : own);
+    block->values[t] =
+        quads ? AsQuads(values, kTilePositions / 2, call.layout().v_dim(), own) : values;
   }
 }
 
@@ -240,7 +259,11 @@ static void WeighBatch(const AttentionCall& call, const AttentionUnit& unit,
     values.columns = columns;
     values.row_columns = made ? columns : v_dim;
     rows.ForEachGroup([&](int64_t r, int count, int64_t group) {
-      WeighTileSet(call, values, tiles, space.scores + r * kScoreStride, count, o + r * v_dim + d,
+      float* const weights = space.scores + r * kScoreStride;
+#if defined(QUIRE_SIMD_TILES)
+      if (OnByteTiles(call, unit)) SplitValueWeights(tiles, count, weights);
+#endif
+      WeighTileSet(call, values, tiles, weights, count, o + r * v_dim + d,
                    next.AskBesideValues(group, d));
     });
   }
@@ -273,7 +296,7 @@ static void AttendBatch(const AttentionCall& call, const AttentionUnit& unit, in
   if (seen == 0) return;  // l is 0: nothing to fold
   const bool careful = stored == 0 || NeedsHiding(*space.tiles, views, rows.count, segment, stored);
   if (careful) {
-    if (MakesPanels(call, unit)) PrepareBlockValues(call, space, block);
+    if (MakesPanels(call, unit)) PrepareBlockValues(call, unit, space, block);
     WeighBatchCarefully(call, unit, *block, stored, segment, rows, out.o, space);
   } else {
     WeighBatch(call, unit, *block, stored, rows, out.o, next, space);
@@ -293,6 +316,7 @@ static void AttendBatch(const AttentionCall& call, const AttentionUnit& unit, in
 static int64_t StepsBetweenRequests(const AttentionCall& call, const AttentionUnit& unit,
                                     const BlockTiles& block) {
 #if defined(QUIRE_SIMD_TILES)
+  if (OnByteTiles(call, unit)) return ByteSteps(call.layout().k_dim()).count;
   if (OnTiles(call, unit)) return DivideUp(call.layout().k_dim(), kTileInputs);
 #else
   static_cast<void>(unit);
@@ -316,9 +340,10 @@ static void BlockSegment(const AttentionCall& call, const AttentionUnit& unit, i
     block.head = static_cast<int>(unit.head_begin + h);
     NextTiles next(call, last ? following : space.tiles, last ? unit.head_begin : block.head + 1);
     PrepareBlockKeys(call, unit, segment, space, &block);
-    if (!MakesPanels(call, unit)) PrepareBlockValues(call, space, &block);
+    if (!MakesPanels(call, unit)) PrepareBlockValues(call, unit, space, &block);
     GatherBlockScales(call, block, space);
-    if (call.layout().latent && space.is_first_segment) next.AskForFirst(call, block);
+    const bool reads_keys = !OnByteTiles(call, unit);  // not quads that were made of them
+    if (call.layout().latent && space.is_first_segment && reads_keys) next.AskForFirst(call, block);
     next.Share(DivideUp(rows, together), StepsBetweenRequests(call, unit, block),
                call.layout().v_dim(),
                OnTiles(call, unit) ? 1 : kTilePositions / ChainPair(block.value_dtype));

@@ -5,6 +5,7 @@
 
 #include "kernels/cpu/chain-inl.h"
 #if defined(QUIRE_SIMD_TILES)
+#include "kernels/cpu/attention_bytes-inl.h"
 #include "kernels/cpu/attention_tiles-inl.h"
 #endif
 #include "kernels/cpu/softmax-inl.h"
@@ -187,31 +188,57 @@ static WeightKind PlainQueryKind(const AttentionCall& call, const AttentionUnit&
   return WeightKindOf(RotatesKeys(call, unit) ? ComputeDType(stored) : stored);
 }
 
+// Few rows make values out of keys panel by panel, while they meet them.
+static bool MakesPanels(const AttentionCall& call, const AttentionUnit& unit) {
+  return call.layout().latent && unit.row_count() < kBlockRowsMin;
+}
+
 #if defined(QUIRE_SIMD_TILES)
 
 // From this number of query rows on, tiles are faster than fma.
 constexpr int64_t kTileUnitRows = 8;
+// The same over int8 codes: a whole tile of rows, since all of a segment is turned into quads first
+// (docs/notes/speed.md).
+constexpr int64_t kByteUnitRows = kTileRows;
+
+// Whether the tile unit sums products of the unit's bytes: where both keys and values are codes.
+// What a token tree's nodes see of their own is not turned into quads; queries of few dimensions
+// have no room for their steps.
+static bool OnByteTiles(const AttentionCall& call, const AttentionUnit& unit) {
+  const bool has_nodes =
+      !unit.shared && call.args->sequences[static_cast<size_t>(unit.sequence)].tree != nullptr;
+  return unit.row_count() >= kByteUnitRows && call.p_weights == WeightKind::kI16 &&
+         PlainQueryKind(call, unit) == WeightKind::kI16 && !MakesPanels(call, unit) && !has_nodes &&
+         call.layout().k_dim() >= kLanes;
+}
 
 // Whether the tile unit computes scores and outputs of the unit.
 static bool OnTiles(const AttentionCall& call, const AttentionUnit& unit) {
+  if (OnByteTiles(call, unit)) return true;
   return unit.row_count() >= kTileUnitRows && call.p_weights == WeightKind::kRoundedF32 &&
          PlainQueryKind(call, unit) == WeightKind::kRoundedF32;
 }
 
 #else
 
+static bool OnByteTiles(const AttentionCall&, const AttentionUnit&) { return false; }
 static bool OnTiles(const AttentionCall&, const AttentionUnit&) { return false; }
 
 #endif
 
+// Weights of float32 as the unit takes them: for tiles pairs of bfloat16, row by row.
+static WeightKind WeightKindOn(bool tiles, WeightKind plain) {
+  return tiles && plain != WeightKind::kI16 ? WeightKind::kPackedBF16 : plain;
+}
+
 // How the unit's queries are kept: for tiles row by row, else side by side (StoreQueries).
 static WeightKind QueryKind(const AttentionCall& call, const AttentionUnit& unit) {
-  return OnTiles(call, unit) ? WeightKind::kPackedBF16 : PlainQueryKind(call, unit);
+  return WeightKindOn(OnTiles(call, unit), PlainQueryKind(call, unit));
 }
 
 // How its weights of values are kept.
 static WeightKind ValueWeightKind(const AttentionCall& call, const AttentionUnit& unit) {
-  return OnTiles(call, unit) ? WeightKind::kPackedBF16 : call.p_weights;
+  return WeightKindOn(OnTiles(call, unit), call.p_weights);
 }
 
 // Rows of the unit that are computed together: a group of chains or of tiles.
@@ -254,12 +281,12 @@ static DType ValueDType(const AttentionCall& call, const AttentionUnit& unit) {
   return is_block ? BlockDType(stored, ValueWeightKind(call, unit)) : stored;
 }
 
-// Few rows make values out of keys panel by panel, while they meet them.
-static bool MakesPanels(const AttentionCall& call, const AttentionUnit& unit) {
-  return call.layout().latent && unit.row_count() < kBlockRowsMin;
-}
-
 static size_t QueryRowBytes(const AttentionCall& call, const AttentionUnit& unit) {
+#if defined(QUIRE_SIMD_TILES)
+  if (OnByteTiles(call, unit)) {
+    return static_cast<size_t>(2 * ByteSteps(call.layout().k_dim()).all());
+  }
+#endif
   return static_cast<size_t>(call.layout().k_dim()) * WeightBytes(QueryKind(call, unit));
 }
 

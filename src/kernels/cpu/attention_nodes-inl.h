@@ -92,16 +92,18 @@ static void ScoreTileProducts([[maybe_unused]] const AttentionCall& call,
                               [[maybe_unused]] AheadOfTiles ahead) {
 #if defined(QUIRE_SIMD_TILES)
   const size_t row_bytes = QueryRowBytes(call, unit);
-  ScoreByTiles({.q = q.weights + static_cast<size_t>(index) * row_bytes,
-                .q_row_bytes = static_cast<int64_t>(row_bytes),
-                .rows = count,
-                .k_dim = call.layout().k_dim(),
-                .keys = keys,
-                .tiles = tiles,
-                .scores = scores,
-                .ahead = ahead.tiles,
-                .ahead_begin = ahead.begin,
-                .ahead_step = ahead.step});
+  const TileScoreArgs args = {.q = q.weights + static_cast<size_t>(index) * row_bytes,
+                              .q_row_bytes = static_cast<int64_t>(row_bytes),
+                              .rows = count,
+                              .k_dim = call.layout().k_dim(),
+                              .keys = keys,
+                              .tiles = tiles,
+                              .scores = scores,
+                              .ahead = ahead.tiles,
+                              .ahead_begin = ahead.begin,
+                              .ahead_step = ahead.step};
+  if (OnByteTiles(call, unit)) return ScoreByBytes(args);
+  ScoreByTiles(args);
 #endif
 }
 
@@ -182,7 +184,7 @@ static void WeighNodes(const AttentionCall& call, const AttentionUnit& unit, int
                        float* o, WorkerSpace& space) {
   const KVLayout& layout = call.layout();
   const int head = static_cast<int>(unit.head_begin + h);
-  const std::byte* data[kTilesPerSegment];
+  const std::byte* data[kTilesPerSegment] = {};
   const DType dtype = ValueDType(call, unit);
   const ValueTiles values = WholeTiles(call, unit, dtype, data);
   const auto weigh = [&](int64_t r, int count, int t, const SegmentTile& tile) {

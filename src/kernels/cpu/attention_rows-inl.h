@@ -153,6 +153,15 @@ static void StoreQueries(const std::byte* rows, int64_t row_count, size_t row_by
   }
 }
 
+// One row as products of tiles take it.
+static void StoreQueryRow(const AttentionCall& call, const AttentionUnit& unit,
+                          const std::byte* weights, std::byte* to) {
+#if defined(QUIRE_SIMD_TILES)
+  if (OnByteTiles(call, unit)) return SplitQuery(weights, call.layout().k_dim(), to);
+#endif
+  __builtin_memcpy(to, weights, QueryRowBytes(call, unit));
+}
+
 // Calls f(begin, count) for the groups in which StoreQueries puts rows.
 template <typename F>
 static void ForEachGroup(int64_t rows, const F& f) {
@@ -189,8 +198,8 @@ static void LoadHead(const AttentionCall& call, const AttentionUnit& unit, int64
       for (int i = 0; i < k_dim; i += kLanes) StoreWeights(kind, weights, i, Load(space.row + i));
     }
     if (by_row) {
-      __builtin_memcpy(to.weights + static_cast<size_t>(h * rows + r) * row_bytes, weights,
-                       row_bytes);
+      StoreQueryRow(call, unit, weights,
+                    to.weights + static_cast<size_t>(h * rows + r) * row_bytes);
       continue;
     }
     if (++waiting < kRowsWaiting && (r + 1) % together != 0 && r + 1 < rows) continue;

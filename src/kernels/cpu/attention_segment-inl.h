@@ -166,18 +166,20 @@ static int WidthFor(int64_t wanted, int at_once) {
 static void WeighTileProducts(const AttentionCall& call, const ValueTiles& values, TileSet tiles,
                               const float* scores, int count, float* o, bool resume,
                               AheadOfTiles ahead) {
-  WeighByTiles({.p = reinterpret_cast<const std::byte*>(scores),
-                .rows = count,
-                .values = values.data,
-                .tiles = tiles,
-                .v_row_bytes = int64_t{values.row_columns} * 4,
-                .columns = values.columns,
-                .o = o,
-                .o_row = call.layout().v_dim(),
-                .resume = resume,
-                .ahead = ahead.tiles,
-                .ahead_begin = ahead.begin,
-                .ahead_step = ahead.step});
+  const TileWeighArgs args = {.p = reinterpret_cast<const std::byte*>(scores),
+                              .rows = count,
+                              .values = values.data,
+                              .tiles = tiles,
+                              .v_row_bytes = int64_t{values.row_columns} * 4,
+                              .columns = values.columns,
+                              .o = o,
+                              .o_row = call.layout().v_dim(),
+                              .resume = resume,
+                              .ahead = ahead.tiles,
+                              .ahead_begin = ahead.begin,
+                              .ahead_step = ahead.step};
+  if (values.dtype == DType::kI8) return WeighByBytes(args);
+  WeighByTiles(args);
 }
 #endif
 

@@ -337,6 +337,9 @@ QUIRE_EMULATED __m128i _mm512_cvtepi32_epi8(__m512i v) {
   const __m256i bytes = _mm256_and_si256(pairs, _mm256_set1_epi16(0xff));
   return _mm_packus_epi16(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
 }
+QUIRE_EMULATED __m512i _mm512_sub_epi8(__m512i a, __m512i b) {
+  return {_mm256_sub_epi8(a.lo, b.lo), _mm256_sub_epi8(a.hi, b.hi)};
+}
 QUIRE_EMULATED __m512i _mm512_abs_epi8(__m512i v) {
   return {_mm256_abs_epi8(v.lo), _mm256_abs_epi8(v.hi)};
 }

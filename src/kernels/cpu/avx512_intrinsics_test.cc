@@ -134,6 +134,9 @@ void Repeat(const uint16_t* eight, uint16_t* to) {
   _mm512_storeu_si512(
       to, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(eight))));
 }
+void SubtractBytes(const uint8_t* a, const uint8_t* b, uint8_t* to) {
+  _mm512_storeu_si512(to, _mm512_sub_epi8(_mm512_loadu_si512(a), _mm512_loadu_si512(b)));
+}
 void PickBytes(const uint8_t* a, const uint8_t* at, uint8_t* to) {
   _mm512_storeu_si512(to, _mm512_shuffle_epi8(_mm512_loadu_si512(a), _mm512_loadu_si512(at)));
 }
@@ -411,10 +414,13 @@ TEST_F(Avx512Intrinsics, BytesAndQuartersArePicked) {
     uint8_t bytes[3][64];
     std::memcpy(bytes[0], a, sizeof a);
     std::memcpy(bytes[1], b, sizeof b);
+    uint8_t left[64];
     intrinsics::PickBytes(bytes[0], bytes[1], bytes[2]);
+    intrinsics::SubtractBytes(bytes[0], bytes[1], left);
     for (int i = 0; i < 64; ++i) {
       const uint8_t at = bytes[1][i];
       EXPECT_EQ(bytes[2][i], at >= 128 ? 0 : bytes[0][i / 16 * 16 + at % 16]);
+      EXPECT_EQ(left[i], static_cast<uint8_t>(bytes[0][i] - at));  // modulo 256
     }
     uint64_t low[kQuads];
     uint64_t high[kQuads];

@@ -25,7 +25,7 @@ constexpr int kSumTiles = 4;  // tiles 0 to 3, then two of `a`, then two of `b`
 constexpr int kRowTiles = 2;
 struct TileShape {
   int rows;   // of sums and of `a`
-  int pairs;  // of `a` and of `b`
+  int pairs;  // of `a` and of `b`: 4 bytes each, of a quad as of a pair
 };
 
 // While one lives, the calling thread flushes denormals; then its own environment is back. What is
@@ -93,8 +93,31 @@ class TileUnit {
     }
     __asm__ volatile("" : : "r"(tiles_) : "memory");
   }
+  template <int kSums, int kRows, int kColumns>
+  void DotBytes() {
+    DotQuads<int8_t>(kSums, kRows, kColumns);
+  }
+  template <int kSums, int kRows, int kColumns>
+  void DotUnsignedBytes() {
+    DotQuads<uint8_t>(kSums, kRows, kColumns);
+  }
 
  private:
+  template <typename Byte>
+  void DotQuads(int sums, int rows, int columns) {
+    for (int row = 0; row < shape_.rows; ++row) {
+      const auto* const a = reinterpret_cast<const Byte*>(tiles_[rows][row]);
+      uint32_t sum[kLanes];
+      __builtin_memcpy(sum, tiles_[sums][row], sizeof(sum));
+      for (int quad = 0; quad < shape_.pairs; ++quad) {
+        const auto* const b = reinterpret_cast<const int8_t*>(tiles_[columns][quad]);
+        for (int i = 0; i < 4 * kLanes; ++i) {
+          sum[i / 4] += static_cast<uint32_t>(a[4 * quad + i % 4] * b[i]);
+        }
+      }
+      __builtin_memcpy(tiles_[sums][row], sum, sizeof(sum));
+    }
+  }
   int RowsOf(int tile) const { return tile >= kSumTiles + kRowTiles ? shape_.pairs : shape_.rows; }
   size_t BytesOf(int tile) const {
     const bool is_rows = tile >= kSumTiles && tile < kSumTiles + kRowTiles;
@@ -162,6 +185,20 @@ class TileUnit {
   template <int kSums, int kRows, int kColumns>
   QUIRE_INLINE void Dot() {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0"
+                     :
+                     : "i"(kSums), "i"(kRows), "i"(kColumns));
+  }
+  // Signed bytes of `a` and of `b`.
+  template <int kSums, int kRows, int kColumns>
+  QUIRE_INLINE void DotBytes() {
+    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0"
+                     :
+                     : "i"(kSums), "i"(kRows), "i"(kColumns));
+  }
+  // Unsigned bytes of `a`, signed ones of `b`.
+  template <int kSums, int kRows, int kColumns>
+  QUIRE_INLINE void DotUnsignedBytes() {
+    __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0"
                      :
                      : "i"(kSums), "i"(kRows), "i"(kColumns));
   }

@@ -124,6 +124,82 @@ bool IsSame(float a, float b) {
   return std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b);
 }
 
+// Bytes of `a` count as signed or unsigned, those of `b` as signed.
+struct ByteOperands {
+  alignas(64) uint8_t a[kRows][4 * kPairs];
+  alignas(64) int8_t b[kPairs][4 * kRows];
+  alignas(64) int32_t c[kRows][kRows];
+};
+
+template <typename Unit, typename Shape>
+void MultiplyBytes(int rows, int quads, bool is_signed, ByteOperands* x) {
+  Unit unit(Shape{rows, quads});
+  unit.template Read<3>(x->c, sizeof(x->c[0]));
+  unit.template Read<4>(x->a, sizeof(x->a[0]));
+  unit.template ReadOnce<7>(x->b, sizeof(x->b[0]));
+  if (is_signed) {
+    unit.template DotBytes<3, 4, 7>();
+  } else {
+    unit.template DotUnsignedBytes<3, 4, 7>();
+  }
+  unit.template Write<3>(x->c, sizeof(x->c[0]));
+}
+
+void MultiplyBytesAsDocumented(int rows, int quads, bool is_signed, ByteOperands* x) {
+  for (int row = 0; row < rows; ++row) {
+    for (int column = 0; column < kRows; ++column) {
+      int64_t sum = x->c[row][column];
+      for (int i = 0; i < 4 * quads; ++i) {
+        const uint8_t a = x->a[row][i];
+        sum += (is_signed ? int64_t{static_cast<int8_t>(a)} : int64_t{a}) *
+               x->b[i / 4][4 * column + i % 4];
+      }
+      x->c[row][column] = static_cast<int32_t>(static_cast<uint32_t>(sum));
+    }
+  }
+}
+
+// Random bytes, or one number in all of `a` and one in all of `b`: products of the greatest
+// magnitudes do not saturate, and sums wrap.
+ByteOperands RandomByteOperands(RandomSequence* random, int round) {
+  constexpr int kExtremes[] = {-128, 127, 0, -1, 1};
+  const int a = kExtremes[round % 5];
+  const int b = kExtremes[round / 5 % 5];
+  const bool is_random = round % 2 == 0;
+  ByteOperands x;
+  for (auto& row : x.a) {
+    for (uint8_t& byte : row) byte = static_cast<uint8_t>(is_random ? random->Bits() : a);
+  }
+  for (auto& row : x.b) {
+    for (int8_t& byte : row) byte = static_cast<int8_t>(is_random ? random->Bits() : b);
+  }
+  for (auto& row : x.c) {
+    for (int32_t& sum : row) {
+      sum = round % 3 == 0 ? INT32_MAX : static_cast<int32_t>(random->Bits() >> 40);
+    }
+  }
+  return x;
+}
+
+template <typename Unit, typename Shape>
+void CheckBytes() {
+  RandomSequence random(3);
+  for (int round = 0; round < 300; ++round) {
+    const int rows = round % 4 == 0 ? kRows : static_cast<int>(random.Bits() % kRows) + 1;
+    const int quads = round % 8 < 4 ? kPairs : static_cast<int>(random.Bits() % kPairs) + 1;
+    const ByteOperands before = RandomByteOperands(&random, round);
+    for (const bool is_signed : {true, false}) {
+      ByteOperands expected = before;
+      ByteOperands product = before;
+      MultiplyBytesAsDocumented(rows, quads, is_signed, &expected);
+      MultiplyBytes<Unit, Shape>(rows, quads, is_signed, &product);
+      ASSERT_EQ(std::memcmp(product.c, expected.c, sizeof(product.c)), 0)
+          << "round " << round << ", " << rows << " rows, " << quads << " quads, signed "
+          << is_signed;
+    }
+  }
+}
+
 template <typename Unit, typename Shape>
 void CheckUnit() {
   RandomSequence random(1);
@@ -151,6 +227,7 @@ void CheckUnit() {
 TEST(TileUnit, TheEmulationSumsInTheDocumentedOrder) {
   if (!__builtin_cpu_supports("avx2")) GTEST_SKIP() << "this CPU has no AVX2";
   CheckUnit<emulated::TileUnit, emulated::TileShape>();
+  CheckBytes<emulated::TileUnit, emulated::TileShape>();
 }
 
 TEST(TileUnit, TheInstructionsSumInTheDocumentedOrder) {
@@ -158,6 +235,7 @@ TEST(TileUnit, TheInstructionsSumInTheDocumentedOrder) {
     GTEST_SKIP() << "this CPU has no tiles, or the process may not use them " << TilesRefused();
   }
   CheckUnit<instructions::TileUnit, instructions::TileShape>();
+  CheckBytes<instructions::TileUnit, instructions::TileShape>();
 }
 
 // With denormals kept, and with single products added to the sum, bits are others: the operands
