@@ -120,6 +120,7 @@ class ScriptedEngine final : public Engine {
 
   const ModelInfo& model_info() const override { return engine_->model_info(); }
   const std::string& kernel_path() const override { return engine_->kernel_path(); }
+  const std::string& numa() const override { return engine_->numa(); }
   Status CheckSubmit(std::span<const int32_t> prompt,
                      const SamplingOptions& options) const override {
     return engine_->CheckSubmit(prompt, options);
