@@ -818,6 +818,7 @@ constexpr Row kRows[] = {
   {"PrefillPeers",                    "o o o o o"},
   {"model_info",                      "o o o o o"},
   {"kernel_path",                     "o o o o o"},
+  {"numa",                            "o o o o o"},
 };
 // clang-format on
 
@@ -864,6 +865,10 @@ std::map<std::string, std::function<Status()>> CallsOf(EngineLoop& loop) {
   };
   calls["kernel_path"] = [&] {
     EXPECT_FALSE(loop.kernel_path().empty());
+    return Status();
+  };
+  calls["numa"] = [&] {
+    EXPECT_EQ(loop.numa(), "");
     return Status();
   };
   return calls;
