@@ -106,12 +106,19 @@ missing_aarch64_packages() {
   [[ -e /usr/lib/aarch64-linux-gnu/libgtest.a ]] || echo libgtest-dev:arm64
 }
 
+# The step numa of ./test: a machine with two NUMA nodes.
+missing_numa_packages() {
+  missing_test_packages
+  command -v qemu-system-x86_64 >/dev/null || echo qemu-system-x86
+  command -v busybox >/dev/null || echo busybox-static
+}
+
 missing_docs_packages() {
   missing_run_packages
   command -v doxygen >/dev/null || echo doxygen
 }
 
-# install_system run|test|soak|aarch64|docs
+# install_system run|test|soak|aarch64|numa|docs
 install_system() {
   local packages as_root=()
   mapfile -t packages < <("missing_$1_packages" | sort -u)

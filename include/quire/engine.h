@@ -64,7 +64,8 @@ struct EngineOptions {
   // Types of stored keys and values; nullopt = `dtype`. Latent attention takes one for both.
   std::optional<DType> k_dtype = std::nullopt;
   std::optional<DType> v_dtype = std::nullopt;
-  int threads = 0;  // 0 = one per usable core; ignored when runner is given
+  int threads = 0;           // 0 = one per usable core; ignored when runner is given, as is numa
+  std::string numa = "off";  // "auto": threads and memory by NUMA nodes, where there are several
   std::shared_ptr<ParallelRunner> runner = nullptr;
   std::string kernel_path = {};
   int64_t page_size = 0;        // 0 = default
@@ -100,8 +101,7 @@ struct EngineOptions {
   int64_t blend_piece = 0;
 };
 
-// Calls f(name, member) or f(name, member, range) for each option but `runner`, for checks and
-// bindings. The limits keep every size of a plan within 63 bits.
+// Calls f(name, member[, range]) for each option but `runner`; limits keep sizes within 63 bits.
 template <typename F>
 void ForEachOption(EngineOptions& options, F&& f) {
   f("model_directory", options.model_directory);
@@ -109,6 +109,7 @@ void ForEachOption(EngineOptions& options, F&& f) {
   f("k_dtype", options.k_dtype);
   f("v_dtype", options.v_dtype);
   f("threads", options.threads, IntegerRange{0, kThreadCountMax});
+  f("numa", options.numa);
   f("kernel_path", options.kernel_path);
   f("page_size", options.page_size, IntegerRange{});
   f("prefill_chunk", options.prefill_chunk, IntegerRange{1, int64_t{1} << 20});
@@ -433,9 +434,9 @@ struct EngineStats {
   // cache keeps; the bytes of all; prompt tokens that were known and computed again.
   int64_t states_total = 0, states_free = 0, retained_states = 0, state_bytes = 0;
   int64_t recomputed_tokens = 0;
-  // What the chunk store did: loads that ended, the tokens they brought, why each brought no more,
-  // and the time they took together; chunks that were put, or refused by the store.
-  int64_t loading = 0, loads = 0;                      // requests that wait for it now; ended loads
+  // What the chunk store did: requests that wait for it now, loads that ended, the tokens they
+  // brought, why each brought no more, and their time; chunks that were put, or refused by it.
+  int64_t loading = 0, loads = 0;
   std::array<int64_t, kTierCount> loaded_tokens = {};  // by TierKind
   std::array<int64_t, kMissReasonCount> misses = {};   // by MissReason
   double load_seconds = 0;
@@ -445,17 +446,15 @@ struct EngineStats {
   double overlap_seconds = 0;
   int64_t stored_chunks = 0, stored_bytes = 0, refused_chunks = 0;
   double compute_seconds_per_token = 0;  // of prompts, measured: what a load must beat; 0: not yet
-  // Prompts that peers computed for this engine: tokens and bytes that came, requests that wait for
-  // them now, time during which this engine computed for others meanwhile, and prompts that were
-  // not finished; of these, the ones whose deadline or lease was over.
+  // Prompts that peers computed for this engine: tokens and bytes that came, requests that wait
+  // now, time computed for others meanwhile, prompts not finished, of these past deadline or lease.
   int64_t remote_tokens = 0, remote_bytes = 0, remote_waiting = 0, remote_losses = 0;
   int64_t remote_timeouts = 0;
   // Bytes of them between their arrival and their page: now, and the most there ever were.
   int64_t staging_bytes = 0, staging_bytes_largest = 0;
   double remote_overlap_seconds = 0;
-  // Prompts that this engine computes for peers: connections, prompts in work or queued, those that
-  // were sent whole and their tokens that were sent, and those that were refused or broken off; of
-  // these, the ones whose deadline or lease was over, or whose peer did not take the rows in time.
+  // Prompts that this engine computes for peers: connections; in work or queued; sent whole, and
+  // their tokens; refused or broken off; of these past deadline or lease, or not taken in time.
   int64_t served_peers = 0, served_waiting = 0, served_prompts = 0, served_tokens = 0;
   int64_t served_losses = 0, served_timeouts = 0;
   int64_t sending_bytes = 0;  // of rows that peers have not taken yet
@@ -549,6 +548,7 @@ class Engine {
   // Its layers are those of the cache.
   virtual const ModelInfo& model_info() const = 0;
   virtual const std::string& kernel_path() const = 0;
+  virtual const std::string& numa() const = 0;  // for people: the nodes, or why there are none
 
   // What Submit says of a request whatever else there is: BadArgument, TooLarge. From any thread.
   virtual Status CheckSubmit(std::span<const int32_t> prompt,

@@ -90,6 +90,7 @@ class EngineLoop {
   virtual std::vector<PrefillPeerInfo> PrefillPeers() const = 0;  // as Engine::PrefillPeers
   virtual const ModelInfo& model_info() const = 0;
   virtual const std::string& kernel_path() const = 0;
+  virtual const std::string& numa() const = 0;  // as Engine::numa
 };
 
 }  // namespace quire

@@ -13,6 +13,7 @@
 
 namespace quire {
 
+class NumaNodes;    // Quire's own
 struct SendRange;   // quire/kv_transfer.h
 struct SendRecord;  // quire/kv_transfer.h
 
@@ -28,9 +29,9 @@ class ParallelRunner {
   virtual int worker_count() const noexcept = 0;
   // Returns when all tasks are done. Each task of one Run is called once, and no two at the same
   // time with the same `worker`. Objects that share a runner call it from several threads at a
-  // time, and a task may call it: Run must not fail then. Quire's pool lets the second caller do
-  // its tasks alone.
+  // time, and a task may call it: Run must not fail then.
   virtual void Run(int64_t count, Task task, void* context) noexcept = 0;
+  virtual NumaNodes* numa_nodes() noexcept { return nullptr; }  // of a pool of EngineOptions::numa
 
   // Run with a callable `f(int64_t index, int worker)`.
   template <typename F>
@@ -47,12 +48,11 @@ class ParallelRunner {
 // More than the cores of any machine: a larger number of threads is a mistake.
 inline constexpr int kThreadCountMax = 1024;
 
-// Quire's own pool of `thread_count` threads, the caller of Run among them. Workers spin briefly
-// for the next Run, then park. 0 = one per core that this process may use: affinity, CPU quota. A
-// host that gives fewer threads is no error: worker_count() says how many there are. A Run while
-// another one goes on, or from a task, does all its tasks on the calling thread, as worker 0.
-// BadArgument for a number out of [0, kThreadCountMax], OutOfMemory. Do not destroy it on one of
-// its own threads.
+// Quire's own pool of `thread_count` threads, the caller of Run among them; 0 = one per core that
+// this process may use: affinity, CPU quota. Workers spin briefly for the next Run, then park. A
+// host that gives fewer threads is no error (worker_count()). A Run while another one goes on, or
+// from a task, does all its tasks on the calling thread, as worker 0. BadArgument for a number out
+// of [0, kThreadCountMax], OutOfMemory. Do not destroy it on one of its own threads.
 Result<std::shared_ptr<ParallelRunner>> CreateThreadPool(int thread_count);
 
 // Moves keys and values of marked sequences out of a cache (quire/kv_transfer.h), layer by layer.
@@ -90,8 +90,7 @@ class TokenFilter {
   // Goes on behind the token, which is drawn or a guess, and may be one that ends the answer: then
   // nothing may come next. False: it may not come next, and nothing has changed.
   virtual Result<bool> Accept(int32_t token) = 0;
-  // Takes back the last `count` of the tokens that this filter, and not what it was forked from,
-  // has accepted.
+  // Takes back the last `count` tokens that this filter, not what it was forked from, accepted.
   virtual Status Rollback(int64_t count) = 0;
 };
 

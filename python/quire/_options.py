@@ -108,6 +108,7 @@ Eviction = Literal["lru", "s3fifo", "cost"]
 WritePolicy = Literal["through", "selective", "back"]
 Durability = Literal["none", "async", "os", "sync"]
 FolderUse = Literal["create", "existing", "look"]
+Numa = Literal["auto", "off"]
 _CENTURIES = 1e12  # seconds: longer than any store is there
 _YEAR = 365 * 86400.0
 
@@ -291,6 +292,20 @@ class EngineOptions(TypedDict, total=False):
                 "number of threads; 0: one per core, within the CPU quota (default)",
                 _N,
                 Integer(0, 1024),
+            ),
+        ),
+    ]
+    numa: Annotated[
+        Numa,
+        Option(
+            "off",
+            '"auto": where the process may use several NUMA nodes, threads are bound to them, and '
+            "weights and KV are placed on them; answers do not change.",
+            Flag(
+                "auto: bind threads to NUMA nodes and place weights and KV on them, where there "
+                "are several (default: off)",
+                choices=("auto", "off"),
+                more="[What it does](notes/speed.md#numa-nodes); `quire inspect` shows the nodes",
             ),
         ),
     ]

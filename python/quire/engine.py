@@ -284,7 +284,8 @@ class ModelInfo:
 
     ``eos_token_ids`` end an answer; ``bos_token_id`` is None if there is none. ``weight_types``:
     bytes of the weights by the types that they have in memory ("bfloat16", "Q4_K", ...), most
-    first; ``weight_bytes`` is their sum.
+    first; ``weight_bytes`` is their sum. ``numa``: the NUMA nodes on which threads and memory are
+    placed, and what the system has refused, for people; "off", with a reason if it was asked for.
     """
 
     architecture: str
@@ -299,6 +300,7 @@ class ModelInfo:
     layers: tuple[LayerSpec, ...]
     rope: Mapping[str, Any]
     kernel_path: str
+    numa: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1507,6 +1509,7 @@ class Engine(_ffi.Owner):
             ),
             rope={str(name): value for name, value in fields["rope"].items()},
             kernel_path=str(fields["kernel_path"]),
+            numa=str(fields["numa"]),
         )
 
 

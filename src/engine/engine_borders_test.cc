@@ -175,7 +175,7 @@ TEST_P(EngineBorders, WhatMemoryHasUpToABorderIsForked) {
   ExpectSame(answer, Cold(prompt, 8));
   EXPECT_EQ(answer.cached_tokens, 149);
   // With recurrent layers the state at 64 is a checkpoint; with windows it depends on their pages.
-  if (engine->state().is_recurrent()) {
+  if (engine->caches().state().is_recurrent()) {
     EXPECT_EQ(answer.cached.memory, 64);
     EXPECT_EQ(FromTier(answer, TierKind::kDisk), 149 - 64);
   }
@@ -273,7 +273,7 @@ TEST_P(EngineBorders, SnapshotsGoOnInAnotherEngine) {
     reader->CheckInvariants();
     EXPECT_EQ(info->tokens.size(), 78U);
     EXPECT_EQ(info->version, 2);
-    EXPECT_EQ(info->state_bytes > 0, reader->state().is_recurrent());
+    EXPECT_EQ(info->state_bytes > 0, reader->caches().state().is_recurrent());
     const StepOutput warm = Generate(*reader, text, 30);
     ExpectSame(warm, cold);
     EXPECT_EQ(warm.cached_tokens, 78);
@@ -286,7 +286,7 @@ TEST_P(EngineBorders, SnapshotsGoOnInAnotherEngine) {
   file.seekp(size - 100).put('\x7f');
   file.close();
   const auto reader = Create();
-  if (reader->state().is_recurrent()) {
+  if (reader->caches().state().is_recurrent()) {
     EXPECT_EQ(reader->LoadSnapshot(contents_.identity, path, {}).status().code(),
               StatusCode::kCorrupt);
   }

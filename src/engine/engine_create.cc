@@ -9,6 +9,8 @@
 
 #include "base/check.h"
 #include "base/guard.h"
+#include "base/numa_nodes.h"
+#include "base/thread_pool.h"
 #include "engine/blending/moved_rows.h"
 #include "engine/drafts/draft_vocabulary.h"
 #include "engine/engine_impl.h"
@@ -70,7 +72,27 @@ Status CheckOptions(const EngineOptions& options) {
                   "EngineOptions::speculation: draft is kModel and draft_model_directory is empty; "
                   "give a draft model, or take kNGram");
   }
+  if (options.numa != "auto" && options.numa != "off") {
+    return Status(StatusCode::kBadArgument, "EngineOptions::numa is \"" + options.numa +
+                                                "\"; it must be \"auto\" or \"off\"");
+  }
   return {};
+}
+
+Result<std::shared_ptr<ParallelRunner>> RunnerFor(const EngineOptions& options) {
+  if (options.runner != nullptr) return options.runner;
+  if (options.numa == "off") return CreateThreadPool(options.threads);
+  return CreateNumaThreadPool(options.threads, ReadNumaTopology(UsableCpus()), SystemNumaCalls());
+}
+
+// After all memory is placed: what the system has refused is known then.
+std::string NumaText(const EngineOptions& options, ParallelRunner& runner) {
+  if (NumaNodes* const nodes = runner.numa_nodes(); nodes != nullptr) return nodes->Text();
+  if (options.numa == "off" || options.runner != nullptr) return "off";
+  const NumaTopology topology = ReadNumaTopology(UsableCpus());
+  if (topology.nodes.size() > 1) return "off: too few threads for two nodes";
+  return "off: " + (topology.nodes.empty() ? topology.why_none
+                                           : std::string("one node is all that there is to use"));
 }
 
 int64_t TreeNodesFor(const EngineOptions& options) {
@@ -317,10 +339,7 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
   QUIRE_RETURN_IF_ERROR(CheckOptions(options));
   const int64_t rows_max =
       StepLogitRowsMax(options.max_num_sequences, options.prefill_chunk, TreeNodesFor(options));
-  std::shared_ptr<ParallelRunner> shared_runner = options.runner;
-  if (shared_runner == nullptr) {
-    QUIRE_ASSIGN_OR_RETURN(shared_runner, CreateThreadPool(options.threads));
-  }
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<ParallelRunner> shared_runner, RunnerFor(options));
   const ModelOptions model_options{.dtype = options.dtype,
                                    .kernel_path = options.kernel_path,
                                    .runner = std::move(shared_runner)};
@@ -517,6 +536,7 @@ Result<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options) {
     parts.kv_bytes = plan.kv_bytes;
     parts.kv_bytes_per_token = plan.kv_bytes_per_token;
     QUIRE_ASSIGN_OR_RETURN(parts.backend, FindBackend(options.kernel_path));
+    parts.numa = NumaText(options, *parts.runner);
     return std::unique_ptr<Engine>(std::make_unique<EngineImpl>(std::move(parts)));
   });
 }

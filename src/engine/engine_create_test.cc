@@ -121,6 +121,7 @@ TEST_F(EngineCreate, NamesTheOptionThatIsOutOfRange) {
   expect("max_waiting is 0", with([](auto& o) { o.max_waiting = 0; }));
   expect("kv_bytes is -1", with([](auto& o) { o.kv_bytes = -1; }));
   expect("kv_bytes is 4095", with([](auto& o) { o.kv_bytes = 4095; }));
+  expect("numa is \"on\"; it must be \"auto\" or \"off\"", with([](auto& o) { o.numa = "on"; }));
   expect("no-such-path", with([](auto& o) { o.kernel_path = "no-such-path"; }));
 }
 

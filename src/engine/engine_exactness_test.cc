@@ -323,12 +323,13 @@ class Schedule {
   void CheckAllIsFree() {
     const EngineStats stats = engine_->Stats();
     // The engine's count is of the group that has the least free.
-    if (const AttentionKVCache* const cache = impl_.state().attention(); cache != nullptr) {
+    if (const AttentionKVCache* const cache = impl_.caches().state().attention();
+        cache != nullptr) {
       EXPECT_EQ(cache->pages_in_use(), stats.retained_pages);
     }
     EXPECT_LE(stats.pages_in_use, stats.retained_pages);
     EXPECT_EQ(stats.states_total - stats.states_free, stats.retained_states);
-    EXPECT_EQ(impl_.state().sequence_count(), stats.retained_sequences);
+    EXPECT_EQ(impl_.caches().state().sequence_count(), stats.retained_sequences);
     EXPECT_EQ(stats.running + stats.waiting, 0);
   }
 
@@ -382,7 +383,7 @@ TEST_P(EngineExactness, NoScheduleCanBeSeenInAnAnswer) {
       if (by_layers) use.clock = clock;
       const Status attached = by_layers ? engine->AttachStore(slow_store, {.model = "test"}, use)
                                         : engine->AttachStore(store, {.model = "test"}, use);
-      const EngineStates& state = static_cast<const EngineImpl&>(*engine).state();
+      const EngineStates& state = static_cast<const EngineImpl&>(*engine).caches().state();
       is_recurrent = state.is_recurrent();
       has_pages = state.attention() != nullptr;
       has_windows = state.has_windows();

@@ -46,6 +46,7 @@ struct EngineFacts {
   const std::unique_ptr<Model> model;
   const ModelInfo reported_info;  // the model's, with the layers of the cache
   const std::string kernel_path;
+  const std::string numa;  // Engine::numa
   // Checked; page_size and max_tree_nodes are the numbers that hold, also where they are 0.
   const EngineOptions options;
   const RequestLimits limits;

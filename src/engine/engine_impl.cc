@@ -52,6 +52,7 @@ EngineFacts MakeFacts(EngineImpl::Parts* parts, const EngineCaches& caches) {
   return {.model = std::move(parts->model),
           .reported_info = WithLayersOf(attention, model->info()),
           .kernel_path = std::string(parts->backend->name),
+          .numa = parts->numa,
           .options = parts->options,
           .limits = {.model = model,
                      .has_attention = attention != nullptr,

@@ -53,6 +53,7 @@ class EngineImpl final : public Engine {
     std::shared_ptr<RecurrentCache> recurrent = nullptr;
     std::shared_ptr<ParallelRunner> runner;
     const Backend* backend = nullptr;
+    std::string numa = {};  // Engine::numa
     // Checked; page_size and max_tree_nodes are the numbers that hold, also where they are 0.
     EngineOptions options = {};
     int64_t state_bytes = 0;
@@ -65,6 +66,7 @@ class EngineImpl final : public Engine {
 
   const ModelInfo& model_info() const override { return facts_.reported_info; }
   const std::string& kernel_path() const override { return facts_.kernel_path; }
+  const std::string& numa() const override { return facts_.numa; }
   Status CheckSubmit(std::span<const int32_t> prompt,
                      const SamplingOptions& options) const override {
     return intake_.Check(prompt, options);
@@ -99,8 +101,7 @@ class EngineImpl final : public Engine {
   // For tests of the memory plan.
   const Model& model() const { return *facts_.model; }
   const AttentionKVCache& cache() const { return *caches_.attention(); }
-  const RecurrentCache* recurrent() const { return caches_.recurrent(); }
-  const EngineStates& state() const { return caches_.state(); }
+  const EngineCaches& caches() const { return caches_; }
   const ModelDrafter* model_drafter() const { return holders_.speculator.model_drafter(); }
   int64_t step_bytes() const { return drawer_.bytes(); }  // of logits and draw scratch
   // For tests: what must hold between two calls; the first violation stops the process.

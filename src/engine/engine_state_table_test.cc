@@ -295,6 +295,10 @@ class Scene {
       EXPECT_FALSE(e.kernel_path().empty());
       return Status();
     }};
+    c["numa"] = {[&e] {
+      EXPECT_EQ(e.numa(), "");
+      return Status();
+    }};
     c["max_waiting"] = {[this, &e] {
       EXPECT_EQ(e.max_waiting(), when_ == When::kFull ? 2 : 100);
       return Status();
@@ -491,6 +495,7 @@ constexpr TableRow kRows[] = {
   // fresh wait full run load ending ended error failed refus closed nopref step
   {"model_info",                                "o o o o o o o o o o o o o"},
   {"kernel_path",                               "o o o o o o o o o o o o o"},
+  {"numa",                                      "o o o o o o o o o o o o o"},
   {"Idle",                                      "o o o o o o o o o o o o o"},
   {"Stats",                                     "o o o o o o o o o o o o o"},
   {"Describe",                                  "o o o o o o o o o o o o S"},

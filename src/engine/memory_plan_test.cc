@@ -45,14 +45,15 @@ Taken TakenBy(const Engine& engine) {
               .storage = 0,
               .states = 0,
               .scratch = WorkspaceBytes(impl.model()) + impl.step_bytes()};
-  if (impl.state().attention() != nullptr) {
+  if (impl.caches().state().attention() != nullptr) {
     const auto& cache = static_cast<const PagedKVCache&>(impl.cache());
     taken.storage = cache.figures().storage_bytes;
     taken.scratch += cache.figures().scratch_bytes + cache.figures().angle_bytes_max;
   }
-  if (impl.recurrent() != nullptr) {
-    taken.states = impl.recurrent()->storage_bytes();
-    taken.scratch += dynamic_cast<const SlottedRecurrentCache&>(*impl.recurrent()).scratch_bytes();
+  if (impl.caches().recurrent() != nullptr) {
+    taken.states = impl.caches().recurrent()->storage_bytes();
+    taken.scratch +=
+        dynamic_cast<const SlottedRecurrentCache&>(*impl.caches().recurrent()).scratch_bytes();
   }
   return taken;
 }
@@ -174,8 +175,8 @@ TEST(MemoryPlan, CountsTokenTreesAndTheDraftModel) {
     EXPECT_EQ(plan->state_bytes, taken.states);
     EXPECT_EQ(plan->kv_bytes, plain.kv_bytes);
     EXPECT_GE(plan->state_bytes, plain.state_bytes);  // both in large pages of the machine
-    if (impl.recurrent() != nullptr) {
-      EXPECT_EQ(impl.recurrent()->options().max_tree_slots, 32);
+    if (impl.caches().recurrent() != nullptr) {
+      EXPECT_EQ(impl.caches().recurrent()->options().max_tree_slots, 32);
     }
     const ModelDrafter& drafter = *impl.model_drafter();
     // One sequence for a sample, and a state for a guess.
@@ -209,7 +210,7 @@ TEST(MemoryPlan, CountsTheStagingMemory) {
     const MemoryPlan plan = Engine::PlanMemory(options).value();
     EXPECT_EQ(plan.total_bytes, without.total_bytes + plan.staging_bytes);
     const auto engine = Engine::Create(options).value();
-    const auto* const recurrent = static_cast<const EngineImpl&>(*engine).recurrent();
+    const auto* const recurrent = static_cast<const EngineImpl&>(*engine).caches().recurrent();
     int64_t state = 0;
     if (recurrent != nullptr) {
       const std::vector<StateTensor> tensors = StateTensorsOf(*recurrent).value();

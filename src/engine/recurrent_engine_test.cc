@@ -129,7 +129,7 @@ TEST_P(RecurrentEngine, OldTextsGiveWayWhenStatesAreShort) {
   std::unique_ptr<Engine> engine;
   for (;;) {
     engine = Create(options);
-    slots = static_cast<EngineImpl&>(*engine).recurrent()->options().max_retained_slots;
+    slots = static_cast<EngineImpl&>(*engine).caches().recurrent()->options().max_retained_slots;
     if (slots <= 5) break;
     options.state_bytes /= 2;
   }

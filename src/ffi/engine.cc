@@ -348,7 +348,8 @@ class EngineObj : public tf::Object {
                        {"weight_types", WeightTypesOf(info)},
                        {"layers", LayersOf(info)},
                        {"rope", RopeFields(info.rope)},
-                       {"kernel_path", tf::String(loop_->kernel_path())}};
+                       {"kernel_path", tf::String(loop_->kernel_path())},
+                       {"numa", tf::String(loop_->numa())}};
     });
   }
 

@@ -1,6 +1,7 @@
 #include "kernels/attention_schedule.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "base/round_up.h"
 #include "kernels/row_view.h"
@@ -8,8 +9,10 @@
 namespace quire {
 namespace {
 
-// Units per worker that a group should have, so that workers end at about the same time.
+// Units per worker that a group should have, so that workers end at about the same time; and those
+// that make it sure, where some worker would end a tenth of its time after the mean.
 constexpr int64_t kUnitsPerWorker = 4;
+constexpr int64_t kFineUnitsPerWorker = 12;
 // Smaller blocks would spend their time on loading keys and values.
 constexpr int64_t kSmallestBlock = 72;
 // Blocks are a multiple of the rows that the kernels hold in registers (2, 4, 8 or 12), but for the
@@ -27,9 +30,27 @@ constexpr size_t kAlignment = 64;
 
 size_t Aligned(size_t bytes) { return RoundUp(bytes, kAlignment); }
 
+// Whether the longest worker takes at most a tenth longer than the mean of all.
+bool IsBalanced(int64_t longest, int64_t total, int64_t worker_count) {
+  return 10 * longest * worker_count <= 11 * total;
+}
+
+// Loading a segment costs about as much as computing with a few rows.
+int64_t CostOf(const AttentionUnit& unit) {
+  return (unit.row_count() + 4) * unit.head_count() * unit.segment_count();
+}
+
+// Ranges of about equal size into which the heads of a unit are divided, at most `divisor`.
+int64_t HeadsOfRange(const AttentionUnit& unit, int64_t divisor) {
+  return CeilDiv(unit.head_count(), divisor);
+}
+int64_t HeadRanges(const AttentionUnit& unit, int64_t divisor) {
+  return CeilDiv(unit.head_count(), HeadsOfRange(unit, divisor));
+}
+
 // Sizes of the arrays in scratch, in the order in which they lie there.
 struct ScratchParts {
-  size_t row_begin, units, pieces, parts, arena;
+  size_t row_begin, units, pieces, parts, loads, arena;
 
   ScratchParts(const KVLayout& layout, int num_qo_heads, int64_t row_count, int64_t sequence_count,
                int worker_count) {
@@ -42,6 +63,7 @@ struct ScratchParts {
     units = Aligned(static_cast<size_t>(unit_count) * sizeof(AttentionUnit));
     pieces = Aligned(static_cast<size_t>(piece_count) * sizeof(AttentionPiece));
     parts = Aligned(static_cast<size_t>(piece_count) * sizeof(AttentionWavePart));
+    loads = Aligned(static_cast<size_t>(worker_count) * sizeof(int64_t));
     arena = Aligned(static_cast<size_t>(kArenaUnitsPerWorker * worker_count * kUnitRows) *
                     (layout.v_dim() + 2) * sizeof(float));
   }
@@ -59,7 +81,7 @@ T* Take(std::byte** scratch, size_t bytes) {
 size_t AttentionSchedule::ScratchBytes(const KVLayout& layout, int num_qo_heads, int64_t row_count,
                                        int64_t sequence_count, int worker_count) {
   const ScratchParts parts(layout, num_qo_heads, row_count, sequence_count, worker_count);
-  return parts.row_begin + parts.units + parts.pieces + parts.parts + parts.arena;
+  return parts.row_begin + parts.units + parts.pieces + parts.parts + parts.loads + parts.arena;
 }
 
 AttentionSchedule::AttentionSchedule(const AttentionArgs& args, int worker_count,
@@ -82,6 +104,7 @@ AttentionSchedule::AttentionSchedule(const AttentionArgs& args, int worker_count
   units_ = Take<AttentionUnit>(&scratch, parts.units);
   pieces_ = Take<AttentionPiece>(&scratch, parts.pieces);
   parts_ = Take<AttentionWavePart>(&scratch, parts.parts);
+  loads_ = Take<int64_t>(&scratch, parts.loads);
   arena_ = Take<float>(&scratch, parts.arena);
   row_begin_[0] = 0;
   for (size_t i = 0; i < sequences_.size(); ++i) {
@@ -114,6 +137,7 @@ bool AttentionSchedule::NextGroup() noexcept {
     ChooseBlockRows(total_rows());
     for (size_t i = 0; i < sequences_.size(); ++i) AddPrivateUnits(static_cast<int64_t>(i));
   }
+  DivideHeads();
   ChooseCuts();
   return true;
 }
@@ -208,62 +232,168 @@ void AttentionSchedule::AddUnits(AttentionUnit unit) noexcept {
     for (int64_t head = 0; head < kv_heads_; head += heads) {
       unit.head_begin = static_cast<int32_t>(head);
       unit.head_end = static_cast<int32_t>(std::min(head + heads, kv_heads_));
-      // Loading a segment costs about as much as computing with a few rows.
-      unit.cost =
-          (unit.row_count() + 4) * unit.head_count() * (unit.segment_end - unit.segment_begin);
+      unit.cost = CostOf(unit);
       units_[unit_count_++] = unit;
     }
   }
 }
 
+// Fewer heads per unit where there are too few segments to keep all workers busy. Where there are
+// enough, a unit reads the heads of a tile one after the other, as they lie in memory.
+void AttentionSchedule::DivideHeads() noexcept {
+  if (worker_count_ == 1) return;
+  int64_t divisor = 1;
+  for (bool more = true; more; divisor *= 2) {
+    int64_t items = 0;  // segments of the units that come out
+    more = false;
+    for (int64_t i = 0; i < unit_count_; ++i) {
+      items += units_[i].segment_count() * HeadRanges(units_[i], divisor);
+      more = more || divisor < units_[i].head_count();
+    }
+    if (IsBalanced(CeilDiv(items, worker_count_), items, worker_count_)) break;
+  }
+  int64_t to = 0;
+  for (int64_t i = 0; i < unit_count_; ++i) to += HeadRanges(units_[i], divisor);
+  const int64_t count = to;
+  // From the last one on: what comes out of a unit never lies before it.
+  for (int64_t i = unit_count_; i-- > 0;) {
+    const AttentionUnit unit = units_[i];
+    const auto heads = static_cast<int32_t>(HeadsOfRange(unit, divisor));
+    for (int64_t range = HeadRanges(unit, divisor); range-- > 0;) {
+      AttentionUnit& part = units_[--to];
+      part = unit;
+      part.head_begin = unit.head_begin + static_cast<int32_t>(range) * heads;
+      part.head_end = std::min(part.head_begin + heads, unit.head_end);
+      part.cost = CostOf(part);
+    }
+  }
+  unit_count_ = count;
+}
+
 void AttentionSchedule::ChooseCuts() noexcept {
   int64_t total = 0;
   for (int64_t i = 0; i < unit_count_; ++i) total += units_[i].cost;
-  const int64_t parts = kUnitsPerWorker * worker_count_;
-  const auto is_cut = [&](const AttentionUnit& unit) {
-    return worker_count_ > 1 && unit.segment_end - unit.segment_begin > 1 &&
-           unit.cost * parts > total;
-  };
-  cut_count_ = std::partition(units_, units_ + unit_count_, is_cut) - units_;
-  std::sort(units_ + cut_count_, units_ + unit_count_,
-            [](const AttentionUnit& a, const AttentionUnit& b) { return a.cost > b.cost; });
-  int64_t cut_segments = 0;
-  for (int64_t i = 0; i < cut_count_; ++i) {
-    cut_segments += units_[i].segment_end - units_[i].segment_begin;
-  }
-  piece_segments_ = std::clamp(CeilDiv(cut_segments, parts), int64_t{1}, kPieceSegmentsMax);
+  CutUnits(total, kUnitsPerWorker * worker_count_);
+  if (!EndTogether(total)) CutUnits(total, kFineUnitsPerWorker * worker_count_);
+  is_first_wave_ = true;
   wave_unit_ = 0;
   wave_segment_ = cut_count_ > 0 ? units_[0].segment_begin : 0;
 }
 
+// Cuts the units that are more than one of `parts` equal parts of the group.
+void AttentionSchedule::CutUnits(int64_t total, int64_t parts) noexcept {
+  const auto is_cut = [&](const AttentionUnit& unit) {
+    return worker_count_ > 1 && unit.segment_count() > 1 && unit.cost * parts > total;
+  };
+  cut_count_ = std::partition(units_, units_ + unit_count_, is_cut) - units_;
+  std::sort(units_ + cut_count_, units_ + unit_count_,
+            [](const AttentionUnit& a, const AttentionUnit& b) { return a.cost > b.cost; });
+}
+
+// Whether the whole units balance what the cut ones leave, which is divided equally.
+bool AttentionSchedule::EndTogether(int64_t total) noexcept {
+  int64_t cut = 0;
+  for (int64_t i = 0; i < cut_count_; ++i) cut += units_[i].cost;
+  std::fill_n(loads_, worker_count_, CeilDiv(cut, worker_count_));
+  for (const AttentionUnit& unit : whole_units()) GiveToFirstFree(unit.cost);
+  return IsBalanced(*std::max_element(loads_, loads_ + worker_count_), total, worker_count_);
+}
+
+// Simulates how a runner gives out tasks. `loads_` is a heap, the least load first.
+void AttentionSchedule::GiveToFirstFree(int64_t cost) noexcept {
+  int64_t* const end = loads_ + worker_count_;
+  std::pop_heap(loads_, end, std::greater<>());
+  end[-1] += cost;
+  std::push_heap(loads_, end, std::greater<>());
+}
+
 bool AttentionSchedule::NextWave() noexcept {
-  const int64_t pieces_max = kPiecesPerWorker * worker_count_;
+  // A part has a piece that is not full: half of all, if all the others are.
+  const int64_t parts_max = kPiecesPerWorker * worker_count_ / 2;
+  const int64_t segments_max = parts_max * kPieceSegmentsMax;
   const size_t arena_floats =
       static_cast<size_t>(kArenaUnitsPerWorker * worker_count_ * kUnitRows) * (v_dim_ + 2);
   size_t used = 0;
-  piece_count_ = 0;
+  int64_t segments = 0;
   part_count_ = 0;
-  while (wave_unit_ < cut_count_ && piece_count_ < pieces_max) {
+  while (wave_unit_ < cut_count_ && part_count_ < parts_max) {
     const AttentionUnit& unit = units_[wave_unit_];
     const size_t slot = SlotFloats(unit);
-    const int64_t room = static_cast<int64_t>((arena_floats - used) / slot);
+    const int64_t room =
+        std::min(static_cast<int64_t>((arena_floats - used) / slot), segments_max - segments);
     if (room == 0) break;
-    AttentionWavePart* part = &parts_[part_count_];
-    *part = {wave_unit_, wave_segment_, wave_segment_, used, false};
     const int64_t end = std::min(unit.segment_end, wave_segment_ + room);
-    while (wave_segment_ < end && piece_count_ < pieces_max) {
-      const int64_t piece_end = std::min(wave_segment_ + piece_segments_, end);
-      pieces_[piece_count_++] = {part_count_, wave_segment_, piece_end};
-      wave_segment_ = piece_end;
-    }
-    part->segment_end = wave_segment_;
-    part->last = wave_segment_ == unit.segment_end;
-    used += static_cast<size_t>(wave_segment_ - part->segment_begin) * slot;
-    ++part_count_;
-    if (!part->last) continue;
+    const int64_t count = end - wave_segment_;
+    parts_[part_count_++] = {wave_unit_, wave_segment_, end, used, end == unit.segment_end};
+    used += static_cast<size_t>(count) * slot;
+    segments += count;
+    wave_segment_ = end;
+    if (end < unit.segment_end) continue;
     if (++wave_unit_ < cut_count_) wave_segment_ = units_[wave_unit_].segment_begin;
   }
+  if (wave_unit_ < cut_count_) segments -= GiveBack(segments % worker_count_);
+  CutParts(segments);
   return piece_count_ > 0;
+}
+
+// The last segments go into the next wave, so that this one keeps all workers busy to its end: it
+// has more than that, four full slots for each worker.
+int64_t AttentionSchedule::GiveBack(int64_t count) noexcept {
+  for (int64_t left = count; left > 0;) {
+    AttentionWavePart& part = parts_[part_count_ - 1];
+    const int64_t taken = std::min(left, part.segment_end - part.segment_begin);
+    part.segment_end -= taken;
+    part.last = false;
+    left -= taken;
+    wave_unit_ = part.unit;
+    wave_segment_ = part.segment_end;
+    if (part.segment_begin == part.segment_end) --part_count_;
+  }
+  return count;
+}
+
+// Into the longest pieces that keep the workers equally busy.
+void AttentionSchedule::CutParts(int64_t segments) noexcept {
+  const auto count_of = [&](int64_t length) {
+    int64_t count = 0;
+    for (const AttentionWavePart& part : parts()) {
+      count += CeilDiv(part.segment_end - part.segment_begin, length);
+    }
+    return count;
+  };
+  int64_t length =
+      std::clamp(CeilDiv(segments, kUnitsPerWorker * worker_count_), int64_t{1}, kPieceSegmentsMax);
+  while (length > 1 && count_of(length - 1) <= kPiecesPerWorker * worker_count_ &&
+         !PiecesEndTogether(length)) {
+    --length;
+  }
+  piece_count_ = 0;
+  for (int64_t p = 0; p < part_count_; ++p) {
+    for (int64_t s = parts_[p].segment_begin; s < parts_[p].segment_end; s += length) {
+      pieces_[piece_count_++] = {p, s, std::min(s + length, parts_[p].segment_end)};
+    }
+  }
+  is_first_wave_ = false;
+}
+
+// Whether pieces of this length balance the wave, with the whole units before those of the first.
+bool AttentionSchedule::PiecesEndTogether(int64_t length) noexcept {
+  std::fill_n(loads_, worker_count_, 0);
+  int64_t total = 0;
+  const auto give = [&](int64_t cost) {
+    total += cost;
+    GiveToFirstFree(cost);
+  };
+  if (is_first_wave_) {
+    for (const AttentionUnit& unit : whole_units()) give(unit.cost);
+  }
+  for (const AttentionWavePart& part : parts()) {
+    const int64_t cost = units_[part.unit].cost / units_[part.unit].segment_count();
+    for (int64_t s = part.segment_begin; s < part.segment_end; s += length) {
+      give(cost * std::min(length, part.segment_end - s));
+    }
+  }
+  return IsBalanced(*std::max_element(loads_, loads_ + worker_count_), total, worker_count_);
 }
 
 }  // namespace quire

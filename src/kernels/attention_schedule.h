@@ -10,7 +10,8 @@
 // follow one another: first the shared spans by depth, then the private rest of each sequence.
 // Within a group no two units touch the same (row, head), so they run in parallel. A unit that
 // would keep one worker busy while others are idle is not run whole: its segments are computed one
-// by one into a bounded arena, in waves, and folded after each wave.
+// by one into a bounded arena, in waves, and folded after each wave; the whole units run before the
+// pieces of the first wave. A segment of a block of rows of one kv head is never divided.
 #ifndef QUIRE_KERNELS_ATTENTION_SCHEDULE_H_
 #define QUIRE_KERNELS_ATTENTION_SCHEDULE_H_
 
@@ -51,6 +52,7 @@ struct AttentionUnit {
   }
   int64_t row_count() const { return row_end - row_begin; }
   int64_t head_count() const { return head_end - head_begin; }
+  int64_t segment_count() const { return segment_end - segment_begin; }
 };
 
 // A part of a cut unit in the current wave: the partial state of segment s is slot s -
@@ -119,7 +121,14 @@ class AttentionSchedule {
   int64_t SegmentsSeenBy(int64_t sequence, int64_t query_row) const noexcept;
   void LeaveOutHidden(AttentionUnit* unit) const noexcept;
   void ChooseBlockRows(int64_t query_rows) noexcept;
+  void DivideHeads() noexcept;
   void ChooseCuts() noexcept;
+  void CutUnits(int64_t total, int64_t parts) noexcept;
+  bool EndTogether(int64_t total) noexcept;
+  int64_t GiveBack(int64_t count) noexcept;
+  void CutParts(int64_t segments) noexcept;
+  bool PiecesEndTogether(int64_t length) noexcept;
+  void GiveToFirstFree(int64_t cost) noexcept;
 
   const AttentionArgs& args_;
   std::span<const AttentionSequence> sequences_;
@@ -134,6 +143,7 @@ class AttentionSchedule {
   AttentionUnit* units_;      // cut units first, then whole ones, the costliest first
   AttentionPiece* pieces_;    // of the current wave
   AttentionWavePart* parts_;  // of the current wave
+  int64_t* loads_;            // [worker], of simulations
   float* arena_;
 
   size_t next_shared_ = 0;
@@ -141,8 +151,8 @@ class AttentionSchedule {
   int64_t block_rows_ = kUnitRows;
   int64_t unit_count_ = 0;
   int64_t cut_count_ = 0;
-  int64_t piece_segments_ = 1;
-  int64_t wave_unit_ = 0;  // where the next wave begins
+  bool is_first_wave_ = true;  // of the group
+  int64_t wave_unit_ = 0;      // where the next wave begins
   int64_t wave_segment_ = 0;
   int64_t piece_count_ = 0;
   int64_t part_count_ = 0;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "base/numa_nodes.h"
+
 namespace quire {
 namespace {
 
@@ -22,7 +24,7 @@ int64_t PackFloat8(std::span<const uint8_t* const> rows, int64_t k, uint8_t* pac
                    ParallelRunner& runner) {
   const auto n = static_cast<int64_t>(rows.size());
   std::atomic<int64_t> damaged = n;
-  runner.ParallelFor(OutputBlocks(n), [&](int64_t block, int) {
+  Along(runner).ParallelFor(OutputBlocks(n), [&](int64_t block, int) {
     const int64_t first = block * kOutputBlock;
     uint8_t* const to = packed + block * PackedFloat8BlockBytes(k);
     for (int64_t row = first; row < std::min(n, first + kOutputBlock); ++row) {

@@ -37,6 +37,37 @@ constexpr int64_t PackedOffset(DType dtype, int64_t n, int64_t k) {
   return k / 2 * 2 * kOutputBlock + n % kOutputBlock * 2 + k % 2;
 }
 
+// Blocks of outputs of one task, at most `most`, where `row_blocks` tasks share them: enough tasks
+// to even out threads of different speed, each still a long run of memory. Fewer blocks where the
+// longest worker would take over a tenth longer than the mean of all.
+constexpr int64_t BlocksOfTask(int64_t output_blocks, int64_t row_blocks, int64_t worker_count,
+                               int64_t most) {
+  constexpr int64_t kTasksPerWorker = 8;
+  const int64_t total = output_blocks * row_blocks;
+  const int64_t wanted = kTasksPerWorker * worker_count;
+  int64_t blocks = (total + wanted - 1) / wanted;
+  if (blocks > most) blocks = most;
+  if (blocks > output_blocks) blocks = output_blocks;
+  for (; blocks > 1; --blocks) {
+    const int64_t tasks = (output_blocks + blocks - 1) / blocks * row_blocks;
+    const int64_t rounds = (tasks + worker_count - 1) / worker_count;
+    if (10 * rounds * blocks * worker_count <= 11 * total) break;
+  }
+  return blocks;
+}
+
+// Task `index` of all row tasks times all output tasks. Rows go first, whose inputs stay in the
+// cache, unless NUMA nodes divide the outputs: then all tasks of an output belong to one node.
+struct LinearTaskPlace {
+  int64_t rows;
+  int64_t outputs;
+};
+constexpr LinearTaskPlace LinearTaskAt(int64_t index, int64_t row_tasks, int64_t output_tasks,
+                                       bool along_outputs) {
+  if (along_outputs) return {index % row_tasks, index / row_tasks};
+  return {index / output_tasks, index % output_tasks};
+}
+
 }  // namespace quire
 
 #endif  // QUIRE_KERNELS_LINEAR_LAYOUT_H_

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <span>
 
+#include "base/numa_nodes.h"
 #include "tensor/half.h"
 
 namespace quire {
@@ -483,7 +484,7 @@ int64_t StoredRowOf(int64_t row, int64_t rotary_head_rows) {
 void PackQuantised(WeightFormat format, const std::byte* rows, int64_t n, int64_t k,
                    int64_t rotary_head_rows, std::byte* packed, ParallelRunner& runner) {
   const int64_t row_bytes = StoredRowBytes(format, k);
-  runner.ParallelFor(Strips(n), [&](int64_t strip, int) {
+  Along(runner).ParallelFor(Strips(n), [&](int64_t strip, int) {
     const int64_t first = strip * kStripOutputs;
     const std::byte* stored[kStripOutputs];
     const int64_t count = std::min(kStripOutputs, n - first);

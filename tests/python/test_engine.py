@@ -496,7 +496,20 @@ def test_info(engine: quire.Engine, tiny: TinyModel) -> None:
     assert info.parameter_count == sum(array.size for array in tiny.weights.values())
     assert info.layers == (quire.LayerSpec(6, 2, 16, 16, "float32"),) * 3
     assert info.rope["theta"] == 10000.0 and info.rope["scaling"] == "none"
-    assert info.kernel_path == quire.kernel_paths()[0]
+    assert info.kernel_path == quire.kernel_paths()[0] and info.numa == "off"
+
+
+def test_nodes_change_no_answer_and_no_plan(engine: quire.Engine, tiny: TinyModel) -> None:
+    options: Any = dict(dtype="float32", threads=2, page_size=16)
+    with quire.Engine(tiny.directory, numa="auto", **options) as placed:
+        # One node says why; several are named.
+        assert placed.info.numa.startswith(("off: ", "2 nodes: node "))
+        assert placed.generate("The", max_tokens=9).ids == engine.generate("The", max_tokens=9).ids
+    plans = [
+        quire.Engine.plan_memory(tiny.directory, numa=numa, **options) for numa in ("off", "auto")
+    ]
+    assert plans[0].weight_bytes == plans[1].weight_bytes
+    assert plans[0].total_bytes == plans[1].total_bytes
 
 
 def test_kv_bytes_bound_the_pages(tiny: TinyModel) -> None:
@@ -605,6 +618,7 @@ def test_an_architecture_that_is_not_there_is_named(tiny: TinyModel, tmp_path: P
         {"page_size": -1},
         {"prefill_chunk": 0},
         {"kernel_path": "abacus"},
+        {"numa": "both"},
         {"kv_ram_bytes": -1},
         {"kv_ram_bytes": "1G"},
     ],

@@ -118,6 +118,7 @@ def test_a_model_larger_than_the_machine_is_planned_and_refused(
         ({"prefill_chunk": 0}, "prefill_chunk"),
         ({"max_num_sequences": 0}, "max_num_sequences"),
         ({"kernel_path": "abacus"}, "abacus"),
+        ({"numa": "on"}, 'numa is "on"'),
     ],
     ids=str,
 )
@@ -269,7 +270,7 @@ def test_inspect_says_what_runs(capsys: pytest.CaptureFixture[str], tiny: TinyMo
         "memory",
         "pages",
     ]
-    assert found["build"]["version"] == quire.__version__
+    assert found["build"]["version"] == quire.__version__ and found["build"]["numa"] == "off"
     assert found["kernels"] == {"available": quire.kernel_paths(), "chosen": "scalar"}
     types = found["model"]["weight_types"]
     assert set(types) == {"float32"} and sum(types.values()) == found["memory"]["weight_bytes"]

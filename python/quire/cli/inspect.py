@@ -56,6 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     plan = memory.plan_memory(folder, engine_arguments)
     with models.open_engine(folder, engine_arguments) as engine:
         facts["kernels"]["chosen"] = engine.info.kernel_path
+        facts["build"]["numa"] = engine.info.numa
         facts["model"] = _model_facts(engine)
         facts["memory"] = {**dataclasses.asdict(plan), "fits": plan.fits}
         facts["pages"] = _page_facts(engine)

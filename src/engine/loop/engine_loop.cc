@@ -152,6 +152,7 @@ class EngineThread final : public EngineLoop {
   std::vector<PrefillPeerInfo> PrefillPeers() const override { return engine_->PrefillPeers(); }
   const ModelInfo& model_info() const override { return engine_->model_info(); }
   const std::string& kernel_path() const override { return engine_->kernel_path(); }
+  const std::string& numa() const override { return engine_->numa(); }
 
  private:
   // On any thread, with the mutex.

@@ -120,6 +120,7 @@ class ScriptedEngine final : public Engine {
 
   const ModelInfo& model_info() const override { return engine_->model_info(); }
   const std::string& kernel_path() const override { return engine_->kernel_path(); }
+  const std::string& numa() const override { return engine_->numa(); }
   Status CheckSubmit(std::span<const int32_t> prompt,
                      const SamplingOptions& options) const override {
     return engine_->CheckSubmit(prompt, options);
@@ -817,6 +818,7 @@ constexpr Row kRows[] = {
   {"PrefillPeers",                    "o o o o o"},
   {"model_info",                      "o o o o o"},
   {"kernel_path",                     "o o o o o"},
+  {"numa",                            "o o o o o"},
 };
 // clang-format on
 
@@ -863,6 +865,10 @@ std::map<std::string, std::function<Status()>> CallsOf(EngineLoop& loop) {
   };
   calls["kernel_path"] = [&] {
     EXPECT_FALSE(loop.kernel_path().empty());
+    return Status();
+  };
+  calls["numa"] = [&] {
+    EXPECT_EQ(loop.numa(), "");
     return Status();
   };
   return calls;

@@ -62,7 +62,7 @@ Lost Ask(const std::string& endpoint, LostAt lost, OnPeerLoss on_loss) {
   const Tokens prompt = Text(kPrompt, 1);
   const int64_t id = server.Submit(prompt, Greedy(8));
   lost.await = [&](uint64_t epoch, int64_t rows) {
-    const KVTransfer& transfer = *server.engine->state().transfer();
+    const KVTransfer& transfer = *server.engine->caches().state().transfer();
     while (transfer.GetReceiveProgress(epoch).value().complete < rows) std::this_thread::yield();
   };
   hand.Run(lost);

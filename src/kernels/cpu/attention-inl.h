@@ -82,6 +82,13 @@ static void RunPiece(void* context, int64_t index, int worker) {
   RunSegments(call, unit, piece.segment_begin, piece.segment_end, {{}, slot}, space);
 }
 
+// The whole units, the costliest first, then the pieces of a wave, which fill up what those leave.
+static void RunUnitOrPiece(void* context, int64_t index, int worker) {
+  const int64_t whole = static_cast<const AttentionCall*>(context)->whole_units;
+  if (index < whole) return RunWholeUnit(context, index, worker);
+  RunPiece(context, index - whole, worker);
+}
+
 // Tasks per cut unit for the folds after a wave.
 constexpr int64_t kFoldTasks = 8;
 
@@ -150,14 +157,17 @@ static void Attention(const AttentionArgs& args, ParallelRunner& runner) {
                          layout.v_dim()),
       .workers = scratch + StateBytes(layout, args.num_qo_heads, args.row_count),
       .worker_bytes = WorkerBytes(layout),
+      .whole_units = 0,
   };
   while (schedule.NextGroup()) {
+    call.whole_units = static_cast<int64_t>(schedule.whole_units().size());
     while (schedule.NextWave()) {
-      runner.Run(static_cast<int64_t>(schedule.pieces().size()), RunPiece, &call);
+      const auto pieces = static_cast<int64_t>(schedule.pieces().size());
+      runner.Run(call.whole_units + pieces, RunUnitOrPiece, &call);
+      call.whole_units = 0;
       runner.Run(static_cast<int64_t>(schedule.parts().size()) * kFoldTasks, RunFold, &call);
     }
-    const auto whole = static_cast<int64_t>(schedule.whole_units().size());
-    if (whole > 0) runner.Run(whole, RunWholeUnit, &call);
+    if (call.whole_units > 0) runner.Run(call.whole_units, RunWholeUnit, &call);
   }
 }
 

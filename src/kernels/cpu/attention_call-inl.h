@@ -130,6 +130,7 @@ struct AttentionCall {
   RowStates states;  // o [kv head][query row][v_dim], m, l [kv head][query row], of all rows
   std::byte* workers;
   size_t worker_bytes;
+  int64_t whole_units;  // of the group, that have not run
 
   const KVLayout& layout() const { return args->pages.layout; }
 };

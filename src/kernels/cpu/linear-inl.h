@@ -52,8 +52,10 @@ static void RunGroup(const LinearPlan& plan, const RowBlock& rows, int64_t begin
 static void LinearTask(void* context, int64_t index, int worker) {
   const ScopedFloatEnvironment environment;
   const auto& plan = *static_cast<const LinearPlan*>(context);
-  const RowBlock rows = RowBlockAt(plan, index / plan.chunks);
-  const int64_t begin = index % plan.chunks * plan.chunk_blocks;
+  const LinearTaskPlace place =
+      LinearTaskAt(index, plan.row_blocks, plan.chunks, plan.along_outputs);
+  const RowBlock rows = RowBlockAt(plan, place.rows);
+  const int64_t begin = place.outputs * plan.chunk_blocks;
   const int64_t chunk_end = begin + plan.chunk_blocks;
   const int64_t end = chunk_end < plan.output_blocks ? chunk_end : plan.output_blocks;
   const int64_t x_bytes = rows.row_count * plan.args->w.k * (plan.pairs ? 2 : 4);
@@ -85,7 +87,7 @@ static void Linear(const LinearArgs& args, ParallelRunner& runner) {
 #if defined(QUIRE_SIMD_TILES)
   if (InTileOrder(args) && args.row_count > kFewTileRows) return LinearByTiles(args, runner);
 #endif
-  LinearPlan plan = MakeLinearPlan(args, runner.worker_count());
+  LinearPlan plan = MakeLinearPlan(args, runner);
   if (plan.lanes) {
     const ScopedFloatEnvironment environment;
     PackLaneRows(plan);
@@ -95,7 +97,7 @@ static void Linear(const LinearArgs& args, ParallelRunner& runner) {
   } else {
     runner.Run(CeilDivide(args.row_count, kRowsPerPackTask), PackRowsTask, &plan);
   }
-  runner.Run(plan.row_blocks * plan.chunks, LinearTask, &plan);
+  Along(runner).Run(plan.row_blocks * plan.chunks, LinearTask, &plan);
 }
 
 // ------------------------------------------------------------------------------ packing of weights
@@ -192,5 +194,5 @@ static void PackTask(void* context, int64_t block, int) {
 static void PackLinear(const void* weights, DType from, int64_t n, int64_t k, DType to,
                        void* packed, ParallelRunner& runner) {
   PackPlan plan{weights, from, n, k, to, packed};
-  runner.Run(OutputBlocks(n), PackTask, &plan);
+  Along(runner).Run(OutputBlocks(n), PackTask, &plan);
 }

@@ -256,6 +256,7 @@ struct LinearPlan {
   int64_t output_blocks;
   int64_t chunk_blocks;  // output blocks of one task
   int64_t chunks;
+  bool along_outputs;     // LinearTaskAt
   float* x;               // [input block][row][kRowFloats], or of lanes
   float* worker_scratch;  // kWorkerFloats each
 };
@@ -286,7 +287,7 @@ QUIRE_INLINE bool WidensToPairs([[maybe_unused]] const LinearArgs& args) {
 #endif
 }
 
-static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
+static LinearPlan MakeLinearPlan(const LinearArgs& args, ParallelRunner& runner) {
   LinearPlan plan{};
   plan.args = &args;
   plan.direct = args.w.dtype == DType::kF32   ? TileFunctions<F32Weights>::kFor
@@ -308,13 +309,10 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, int worker_count) {
   plan.tiles = CeilDivide(args.row_count, kMaxTileRows);
   plan.row_blocks = CeilDivide(plan.tiles, kMaxBlockTiles);
   plan.output_blocks = OutputBlocks(args.w.n);
-  // Enough tasks to even out threads of different speed, each still a long run of memory.
-  constexpr int64_t kTasksPerWorker = 8;
-  const int64_t total = plan.output_blocks * plan.row_blocks;
-  plan.chunk_blocks = CeilDivide(total, kTasksPerWorker * worker_count);
-  if (plan.row_blocks > 1 && plan.chunk_blocks > kGroupBlocks) plan.chunk_blocks = kGroupBlocks;
-  if (plan.chunk_blocks > plan.output_blocks) plan.chunk_blocks = plan.output_blocks;
+  plan.chunk_blocks = BlocksOfTask(plan.output_blocks, plan.row_blocks, runner.worker_count(),
+                                   plan.row_blocks > 1 ? kGroupBlocks : plan.output_blocks);
   plan.chunks = CeilDivide(plan.output_blocks, plan.chunk_blocks);
+  plan.along_outputs = runner.numa_nodes() != nullptr;
   plan.lanes = !plan.pairs && !plan.float8 && RowsLieInLanes(args.w.dtype, args.row_count);
   plan.x = static_cast<float*>(args.scratch);
   plan.worker_scratch =

@@ -29,6 +29,7 @@ struct TilePlan {
   int64_t output_blocks;
   int64_t task_blocks;  // output blocks of one task
   int64_t output_tasks;
+  bool along_outputs;     // LinearTaskAt
   uint16_t* x;            // [row tile][chunk][16 rows][32]
   float* worker_scratch;  // kWorkerFloats each
 };
@@ -186,11 +187,12 @@ QUIRE_INLINE int64_t FirstTileOfTask(const TilePlan& plan, int64_t row_task) {
 }
 
 static TileTask TileTaskAt(const TilePlan& plan, int64_t index) {
-  const int64_t row_task = index / plan.output_tasks;
-  const int64_t first = FirstTileOfTask(plan, row_task);
-  const int64_t begin = index % plan.output_tasks * plan.task_blocks;
+  const LinearTaskPlace place =
+      LinearTaskAt(index, plan.row_tasks, plan.output_tasks, plan.along_outputs);
+  const int64_t first = FirstTileOfTask(plan, place.rows);
+  const int64_t begin = place.outputs * plan.task_blocks;
   const int64_t end = begin + plan.task_blocks;
-  return {first, FirstTileOfTask(plan, row_task + 1) - first, begin,
+  return {first, FirstTileOfTask(plan, place.rows + 1) - first, begin,
           end < plan.output_blocks ? end : plan.output_blocks};
 }
 
@@ -339,6 +341,7 @@ static void LinearByTiles(const LinearArgs& args, ParallelRunner& runner) {
     plan.task_blocks = CeilDivide(plan.task_blocks, kGroupBlocks) * kGroupBlocks;
   }
   plan.output_tasks = CeilDivide(plan.output_blocks, plan.task_blocks);
+  plan.along_outputs = runner.numa_nodes() != nullptr;
   plan.x = static_cast<uint16_t*>(args.scratch);
   plan.worker_scratch = static_cast<float*>(args.scratch) + TileRowFloats(args.row_count, args.w.k);
   if (args.row_count * args.w.k < kMinParallelElements) {
@@ -346,7 +349,7 @@ static void LinearByTiles(const LinearArgs& args, ParallelRunner& runner) {
   } else {
     runner.Run(plan.row_tiles, PackTileRows, &plan);
   }
-  runner.Run(plan.row_tasks * plan.output_tasks, TileProductsTask, &plan);
+  Along(runner).Run(plan.row_tasks * plan.output_tasks, TileProductsTask, &plan);
 }
 
 #endif  // QUIRE_KERNELS_CPU_LINEAR_TILES_INL_H_

@@ -23,6 +23,7 @@
 #include <cstdint>
 
 #include "base/float_environment.h"
+#include "base/numa_nodes.h"
 #include "kernels/attention_schedule.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"

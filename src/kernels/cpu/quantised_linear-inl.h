@@ -453,6 +453,7 @@ struct QuantisedPlan {
   int64_t strips;        // of all parts
   int64_t chunk_strips;  // of one task
   int64_t chunks;
+  bool along_outputs;  // LinearTaskAt
 };
 
 static size_t QuantisedScratchBytes(int64_t row_count, int64_t k) {
@@ -461,7 +462,7 @@ static size_t QuantisedScratchBytes(int64_t row_count, int64_t k) {
   return static_cast<size_t>(row_count * row_bytes);
 }
 
-static QuantisedPlan MakeQuantisedPlan(const QuantisedLinearArgs& args, int worker_count) {
+static QuantisedPlan MakeQuantisedPlan(const QuantisedLinearArgs& args, ParallelRunner& runner) {
   QuantisedPlan plan{};
   plan.args = &args;
   const int64_t k = args.parts.front().k;
@@ -475,10 +476,10 @@ static QuantisedPlan MakeQuantisedPlan(const QuantisedLinearArgs& args, int work
   if (plan.block_rows < kWholeTiles) plan.block_rows = kWholeTiles;
   plan.row_blocks = CeilDivide(args.row_count, plan.block_rows);
   for (const QuantisedLinear& part : args.parts) plan.strips += Strips(part.n);
-  constexpr int64_t kTasksPerWorker = 8;
-  plan.chunk_strips = CeilDivide(plan.strips * plan.row_blocks, kTasksPerWorker * worker_count);
-  if (plan.chunk_strips > plan.strips) plan.chunk_strips = plan.strips;
+  plan.chunk_strips =
+      BlocksOfTask(plan.strips, plan.row_blocks, runner.worker_count(), plan.strips);
   plan.chunks = CeilDivide(plan.strips, plan.chunk_strips);
+  plan.along_outputs = runner.numa_nodes() != nullptr;
   return plan;
 }
 
@@ -644,10 +645,12 @@ static void QuantisedLinearTask(void* context, int64_t index, int) {
   QuantisedWork work{};
   work.plan = &plan;
   work.y = plan.args->y;
-  work.begin_row = index / plan.chunks * plan.block_rows;
+  const LinearTaskPlace place =
+      LinearTaskAt(index, plan.row_blocks, plan.chunks, plan.along_outputs);
+  work.begin_row = place.rows * plan.block_rows;
   const int64_t rows_end = work.begin_row + plan.block_rows;
   work.end_row = rows_end < plan.args->row_count ? rows_end : plan.args->row_count;
-  int64_t begin = index % plan.chunks * plan.chunk_strips;
+  int64_t begin = place.outputs * plan.chunk_strips;
   int64_t end = begin + plan.chunk_strips;
   for (const QuantisedLinear& part : plan.args->parts) {
     const int64_t strips = Strips(part.n);
@@ -663,12 +666,12 @@ static void QuantisedLinearTask(void* context, int64_t index, int) {
 
 static void MultiplyQuantised(const QuantisedLinearArgs& args, ParallelRunner& runner) {
   if (args.row_count == 0) return;
-  QuantisedPlan plan = MakeQuantisedPlan(args, runner.worker_count());
+  QuantisedPlan plan = MakeQuantisedPlan(args, runner);
   if (args.row_count * args.parts.front().k < kMinParallelElements) {
     const ScopedFloatEnvironment environment;
     QuantiseRows(plan, 0, args.row_count);
   } else {
     runner.Run(CeilDivide(args.row_count, kRowsPerPackTask), QuantiseRowsTask, &plan);
   }
-  runner.Run(plan.row_blocks * plan.chunks, QuantisedLinearTask, &plan);
+  Along(runner).Run(plan.row_blocks * plan.chunks, QuantisedLinearTask, &plan);
 }

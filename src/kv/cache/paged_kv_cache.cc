@@ -68,6 +68,9 @@ Result<std::unique_ptr<AttentionKVCache>> PagedKVCache::Create(
     if (options.runner == nullptr) {
       QUIRE_ASSIGN_OR_RETURN(options.runner, CreateThreadPool(0));
     }
+    if (NumaNodes* const nodes = options.runner->numa_nodes(); nodes != nullptr) {
+      storage->SpreadOver(*nodes);
+    }
     if (receive_runner == nullptr) {
       QUIRE_ASSIGN_OR_RETURN(receive_runner, CreateThreadPool(1));
     }

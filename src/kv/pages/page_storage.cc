@@ -44,6 +44,13 @@ Result<std::unique_ptr<PageStorage>> PageStorage::Create(std::vector<LayerGroup>
   return storage;
 }
 
+void PageStorage::SpreadOver(NumaNodes& nodes) const noexcept {
+  for (const Mapping& mapping : mappings_) {
+    nodes.Spread(mapping.bytes.data(), mapping.bytes.size());
+    nodes.Spread(mapping.v_nonfinite.data(), mapping.v_nonfinite.size());
+  }
+}
+
 Status PageStorage::Map() {
   size_t layer_count = 0;
   for (const LayerGroup& group : groups_) layer_count += group.layers.size();

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "base/numa_nodes.h"
 #include "kernels/backend.h"
 #include "kv/pages/layer_groups.h"
 #include "kv/pages/page_pool.h"
@@ -26,6 +27,9 @@ class PageStorage final : public PageFreeListener {
   // With `poison` all pages are NaN now and again whenever they are freed. OutOfMemory if a group
   // cannot be mapped.
   static Result<std::unique_ptr<PageStorage>> Create(std::vector<LayerGroup> groups, bool poison);
+
+  // Pages that nobody has written come from all nodes in turn: any thread may read any page.
+  void SpreadOver(NumaNodes& nodes) const noexcept;
 
   // What Create maps for these groups.
   static int64_t Bytes(std::span<const LayerGroup> groups);

@@ -28,6 +28,9 @@ Result<std::unique_ptr<RecurrentCache>> SlottedRecurrentCache::Create(
     if (options.runner == nullptr) {
       QUIRE_ASSIGN_OR_RETURN(options.runner, CreateThreadPool(0));
     }
+    if (NumaNodes* const nodes = options.runner->numa_nodes(); nodes != nullptr) {
+      nodes->Spread(storage.data(), storage.size());
+    }
     options.kernel_path = (*backend)->name;
     return std::unique_ptr<RecurrentCache>(new SlottedRecurrentCache(
         std::move(options), std::move(layout), std::move(storage), *backend));

@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/numa_nodes.h"
 #include "base/round_up.h"
 #include "model/weights/folder_tensors.h"
 #include "tensor/host_memory.h"
@@ -292,7 +293,7 @@ Status FolderMatrix::Pack(std::span<const int32_t> order, std::byte* packed,
   QUIRE_ASSIGN_OR_RETURN(
       const HostMemory buffers,
       HostMemory::Allocate(static_cast<size_t>(runner.worker_count() * worker_bytes)));
-  runner.ParallelFor(Strips(n_), [&](int64_t strip, int worker) {
+  Along(runner).ParallelFor(Strips(n_), [&](int64_t strip, int worker) {
     const int64_t first = strip * kStripOutputs;
     const int64_t count = std::min(kStripOutputs, n_ - first);
     std::byte* const buffer = buffers.data() + worker * worker_bytes;

@@ -14,6 +14,8 @@ namespace {
 
 // Addresses only: a mapping takes memory where it is written, so what is left of one costs nothing.
 constexpr size_t kMappingBytes = size_t{256} << 20;
+// What a task copies of a mapped matrix.
+constexpr size_t kCopyBytes = size_t{1} << 20;
 
 bool IsAligned(const void* data, DType dtype) {
   return reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(DTypeBytes(dtype)) == 0;
@@ -121,6 +123,17 @@ size_t Float8ScaleBytes(const Float8Scales& layout, int64_t n, int64_t k) {
   return static_cast<size_t>(Float8ScaleCount(layout, n, k)) * sizeof(float);
 }
 
+// The outputs of part `index` among those of all parts, which are multiplied in one call.
+TaskRange OutputsOf(std::span<const LinearPart> parts, size_t index) {
+  TaskRange range{.begin = 0, .end = 0, .count = 0};
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (i < index) range.begin += parts[i].rows;
+    if (i <= index) range.end += parts[i].rows;
+    range.count += parts[i].rows;
+  }
+  return range;
+}
+
 std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
   return {OutputBlocks(n), PackedInputs(dtype, k), kOutputBlock};
 }
@@ -131,7 +144,7 @@ int64_t WeightMemory::BytesTaken(size_t bytes) {
   return static_cast<int64_t>(RoundUp(bytes, kCacheLine));
 }
 
-Result<std::shared_ptr<std::byte>> WeightMemory::Take(size_t bytes) {
+Result<std::shared_ptr<std::byte>> WeightMemory::Take(size_t bytes, const TaskRange& of) {
   const auto taken = static_cast<size_t>(BytesTaken(bytes));
   if (mapping_ == nullptr || mapping_->size() - used_ < taken) {
     QUIRE_ASSIGN_OR_RETURN(HostMemory mapping,
@@ -141,6 +154,7 @@ Result<std::shared_ptr<std::byte>> WeightMemory::Take(size_t bytes) {
   }
   std::byte* const data = mapping_->data() + used_;
   used_ += taken;
+  if (nodes_ != nullptr) nodes_->Divide(data, taken, of);
   return std::shared_ptr<std::byte>(mapping_, data);
 }
 
@@ -191,7 +205,8 @@ WeightLoader::WeightLoader(const Checkpoint& checkpoint, const Backend& backend,
       backend_(backend),
       runner_(runner),
       compute_dtype_(compute_dtype),
-      use_(use) {}
+      use_(use),
+      memory_(runner.numa_nodes()) {}
 
 Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
                                                  std::span<const int64_t> shape) {
@@ -367,13 +382,16 @@ Result<LinearWeights> WeightLoader::LinearOfOneForm(std::span<const LinearPart> 
 Result<LinearWeights> WeightLoader::Quantised(std::span<const CheckpointTensor> tensors, int64_t k,
                                               std::vector<float> bias) {
   std::vector<QuantisedPart> parts;
+  TaskRange of{.begin = 0, .end = 0, .count = 0};
+  for (const CheckpointTensor& tensor : tensors) of.count += tensor.stored->shape.front();
   for (const CheckpointTensor& tensor : tensors) {
     const WeightFormat format = *tensor.stored->format;
     const int64_t rows = tensor.stored->shape.front();
     const size_t bytes = PackedQuantisedBytes(format, rows, k);
     QuantisedPart part{.format = format, .n = rows, .packed = nullptr};
+    of.begin = std::exchange(of.end, of.end + rows);
     if (use_ == WeightUse::kLoad) {
-      QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed, memory_.Take(bytes));
+      QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed, memory_.Take(bytes, of));
       PackQuantised(format, tensor.bytes.data(), rows, k, tensor.stored->rotary_head_rows,
                     packed.get(), runner_);
       part.packed = std::move(packed);
@@ -410,9 +428,9 @@ Status WeightLoader::CheckNoBias(const LinearPart& part) {
 Result<LinearWeights> WeightLoader::QuantisedFolder(std::span<const LinearPart> parts, int64_t k,
                                                     std::vector<float> bias) {
   std::vector<QuantisedPart> quantised;
-  for (const LinearPart& part : parts) {
-    if (bias.empty()) QUIRE_RETURN_IF_ERROR(CheckNoBias(part));
-    QUIRE_ASSIGN_OR_RETURN(QuantisedPart loaded, FolderPart(part, k));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (bias.empty()) QUIRE_RETURN_IF_ERROR(CheckNoBias(parts[i]));
+    QUIRE_ASSIGN_OR_RETURN(QuantisedPart loaded, FolderPart(parts[i], k, OutputsOf(parts, i)));
     quantised.push_back(std::move(loaded));
     ShareOrder(quantised);
   }
@@ -482,7 +500,8 @@ LinearWeights WeightLoader::Float8Codes(const std::string& name, int64_t n, int6
   return LinearWeights(PackedType(DType::kF32), n, k, std::move(part), std::move(bias));
 }
 
-Result<QuantisedPart> WeightLoader::FolderPart(const LinearPart& part, int64_t k) {
+Result<QuantisedPart> WeightLoader::FolderPart(const LinearPart& part, int64_t k,
+                                               const TaskRange& of) {
   QUIRE_ASSIGN_OR_RETURN(const FolderMatrix matrix,
                          FolderMatrix::Open(checkpoint_, *quantisation_, part.name, part.rows, k));
   const WeightFormat format = matrix.format();
@@ -494,7 +513,7 @@ Result<QuantisedPart> WeightLoader::FolderPart(const LinearPart& part, int64_t k
     return loaded;
   }
   QUIRE_ASSIGN_OR_RETURN(std::vector<int32_t> order, matrix.InputOrder());
-  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed, memory_.Take(bytes));
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> packed, memory_.Take(bytes, of));
   QUIRE_RETURN_IF_ERROR(matrix.Pack(order, packed.get(), runner_));
   matrix.Release();
   loaded.packed = std::move(packed);
@@ -564,15 +583,16 @@ Result<CheckpointTensor> WeightLoader::FindMapped(const std::string& name, DType
 Result<LinearWeights> WeightLoader::MappedQuantised(std::span<const LinearPart> parts, int64_t k,
                                                     std::vector<float> bias) {
   std::vector<QuantisedPart> mapped;
-  for (const LinearPart& part : parts) {
-    QUIRE_ASSIGN_OR_RETURN(QuantisedPart one, MappedPart(part, k));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    QUIRE_ASSIGN_OR_RETURN(QuantisedPart one, MappedPart(parts[i], k, OutputsOf(parts, i)));
     mapped.push_back(std::move(one));
     ShareOrder(mapped);
   }
   return LinearWeights(std::move(mapped), k, std::move(bias));
 }
 
-Result<QuantisedPart> WeightLoader::MappedPart(const LinearPart& part, int64_t k) {
+Result<QuantisedPart> WeightLoader::MappedPart(const LinearPart& part, int64_t k,
+                                               const TaskRange& of) {
   const std::string name = PackedPartName(part.name);
   const std::optional<WeightFormat> format = MappedFormat(name);
   if (!format) {
@@ -592,7 +612,7 @@ Result<QuantisedPart> WeightLoader::MappedPart(const LinearPart& part, int64_t k
   QuantisedPart mapped{.format = *format, .n = part.rows, .packed = nullptr};
   QUIRE_ASSIGN_OR_RETURN(mapped.input_order, MappedOrder(PackedOrderName(part.name), k));
   if (use_ == WeightUse::kLoad) {
-    QUIRE_ASSIGN_OR_RETURN(mapped.packed, ShareAligned(tensor, kCacheLine));
+    QUIRE_ASSIGN_OR_RETURN(mapped.packed, ShareOutputs(tensor, kCacheLine, of));
   }
   AddPart(part.name, k, mapped);
   return mapped;
@@ -651,6 +671,22 @@ Result<std::shared_ptr<const std::byte>> WeightLoader::ShareAligned(const Checkp
   return std::shared_ptr<const std::byte>(std::move(copy));
 }
 
+Result<std::shared_ptr<const std::byte>> WeightLoader::ShareOutputs(const CheckpointTensor& tensor,
+                                                                    size_t alignment,
+                                                                    const TaskRange& of) {
+  if (runner_.numa_nodes() == nullptr) return ShareAligned(tensor, alignment);
+  const size_t bytes = tensor.bytes.size();
+  QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> copy, memory_.Take(bytes, of));
+  Along(runner_).ParallelFor(static_cast<int64_t>(CeilDiv(bytes, kCopyBytes)),
+                             [&](int64_t index, int) {
+                               const size_t begin = static_cast<size_t>(index) * kCopyBytes;
+                               std::memcpy(copy.get() + begin, tensor.bytes.data() + begin,
+                                           std::min(kCopyBytes, bytes - begin));
+                             });
+  Checkpoint::Release(tensor);
+  return std::shared_ptr<const std::byte>(std::move(copy));
+}
+
 Result<LinearWeights> WeightLoader::MappedMatrix(const std::string& name, int64_t n, int64_t k,
                                                  std::vector<float> bias) {
   QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor found, checkpoint_.Find(name));
@@ -664,7 +700,7 @@ Result<LinearWeights> WeightLoader::MappedMatrix(const std::string& name, int64_
   }
   std::shared_ptr<const std::byte> packed;
   if (use_ == WeightUse::kLoad) {
-    QUIRE_ASSIGN_OR_RETURN(packed, ShareAligned(tensor, kCacheLine));
+    QUIRE_ASSIGN_OR_RETURN(packed, ShareOutputs(tensor, kCacheLine));
   }
   return Matrix(name, dtype, n, k, std::move(packed), std::move(bias));
 }
@@ -684,9 +720,9 @@ Result<LinearWeights> WeightLoader::MappedFloat8(const std::string& name, int64_
                                  part.layout.lanes()};
   QUIRE_RETURN_IF_ERROR(FindMapped(Float8ScalesName(name), DType::kF32, scale_shape).status());
   if (use_ == WeightUse::kLoad) {
-    QUIRE_ASSIGN_OR_RETURN(part.codes, ShareAligned(codes, kCacheLine));
-    QUIRE_ASSIGN_OR_RETURN(part.scales, ShareAligned(scales, alignof(float)));
     QUIRE_RETURN_IF_ERROR(CheckFloat8Scales(scales));
+    QUIRE_ASSIGN_OR_RETURN(part.codes, ShareOutputs(codes, kCacheLine));
+    QUIRE_ASSIGN_OR_RETURN(part.scales, ShareOutputs(scales, alignof(float)));
   }
   return Float8Codes(name, n, k, std::move(part), std::move(bias));
 }

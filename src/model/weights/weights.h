@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/numa_nodes.h"
 #include "kernels/backend.h"
 #include "kernels/float8_weights.h"
 #include "kernels/quantised_weights.h"
@@ -35,12 +36,17 @@ namespace quire {
 // holds it.
 class WeightMemory {
  public:
-  // Aligned to a cache line; the bytes are zero. OutOfMemory: as HostMemory.
-  Result<std::shared_ptr<std::byte>> Take(size_t bytes);
+  // Null: memory lies where it is written first.
+  explicit WeightMemory(NumaNodes* nodes = nullptr) : nodes_(nodes) {}
+
+  // Aligned to a cache line; the bytes are zero. They hold the outputs `of` that a linear layer
+  // multiplies in one call, and lie on the nodes that take these. OutOfMemory: as HostMemory.
+  Result<std::shared_ptr<std::byte>> Take(size_t bytes, const TaskRange& of = {});
   // What Take(bytes) uses up.
   static int64_t BytesTaken(size_t bytes);
 
  private:
+  NumaNodes* nodes_;
   std::shared_ptr<HostMemory> mapping_;
   size_t used_ = 0;  // of mapping_
 };
@@ -197,7 +203,7 @@ class WeightLoader {
                                       std::span<const int64_t> shape);
   Result<LinearWeights> MappedQuantised(std::span<const LinearPart> parts, int64_t k,
                                         std::vector<float> bias);
-  Result<QuantisedPart> MappedPart(const LinearPart& part, int64_t k);
+  Result<QuantisedPart> MappedPart(const LinearPart& part, int64_t k, const TaskRange& of);
   Result<std::shared_ptr<const std::vector<int32_t>>> MappedOrder(const std::string& name,
                                                                   int64_t k);
   Result<RowTable> MappedRows(const std::string& name, WeightFormat format, int64_t rows,
@@ -210,7 +216,7 @@ class WeightLoader {
   void AddPart(const std::string& name, int64_t k, const QuantisedPart& part);
   Result<LinearWeights> QuantisedFolder(std::span<const LinearPart> parts, int64_t k,
                                         std::vector<float> bias);
-  Result<QuantisedPart> FolderPart(const LinearPart& part, int64_t k);
+  Result<QuantisedPart> FolderPart(const LinearPart& part, int64_t k, const TaskRange& of);
   bool IsFloat8(const std::string& name) const;
   Result<LinearWeights> Float8(std::span<const LinearPart> parts, int64_t k,
                                std::vector<float> bias);
@@ -236,6 +242,10 @@ class WeightLoader {
   DType PackedType(DType from) const;
   Result<std::shared_ptr<const std::byte>> ShareAligned(const CheckpointTensor& tensor,
                                                         size_t alignment);
+  // Outputs `of` of a packed matrix. Pages of a file lie where anyone has read them first, so NUMA
+  // nodes get a copy.
+  Result<std::shared_ptr<const std::byte>> ShareOutputs(const CheckpointTensor& tensor,
+                                                        size_t alignment, const TaskRange& of = {});
   Result<LinearWeights> MappedMatrix(const std::string& name, int64_t n, int64_t k,
                                      std::vector<float> bias);
   LinearWeights Matrix(const std::string& name, DType dtype, int64_t n, int64_t k,
