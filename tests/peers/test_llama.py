@@ -1,0 +1,174 @@
+"""Logits of llama.cpp's server on the same GGUF files: `./test peers`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+import quire
+from gguf import GGMLQuantizationType, GGUFReader
+from quire.embedded import _find_gguf, embedded_model_dir
+
+sys.path.append(str(Path(__file__).parents[1] / "python"))
+import tiny_gguf  # noqa: E402
+
+_PEERS = Path(os.environ.get("QUIRE_PEERS", "~/.cache/quire-peers")).expanduser()
+_LLAMA = _PEERS / "llama" / "bin"
+_TEXT = Path(__file__).parents[2] / "docs" / "tutorial.md"
+_TOKENS = 96  # of the text, each with all probabilities of the next one
+
+
+class LlamaServer:
+    """One process with one model, computing as Quire does: keys and values in float32."""
+
+    def __init__(self, file: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}/completion"
+        command = [_LLAMA / "llama-server", "-m", file, "--port", port, "-c", 512, "-np", 1]
+        command += ["-ctk", "f32", "-ctv", "f32", "-t", 2, "--no-warmup"]
+        self.process = subprocess.Popen(
+            [str(word) for word in command], stderr=subprocess.STDOUT, stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        self._log: list[bytes] = []
+        is_ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout, is_ready))
+        self._reader.start()
+        is_ready.wait()
+        assert self.process.poll() is None, b"".join(self._log[-20:]).decode(errors="replace")
+
+    def _read(self, output: IO[bytes], is_ready: threading.Event) -> None:
+        for line in output:
+            self._log.append(line)
+            if b"server is listening" in line:
+                is_ready.set()
+        is_ready.set()  # it has ended, and says why
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+        self._reader.join()
+
+    def log_probabilities(self, ids: list[int], vocab_size: int) -> np.ndarray:
+        """[tokens, vocab_size]: of the token behind each."""
+        found = np.empty((len(ids), vocab_size))
+        for count in range(1, len(ids) + 1):
+            options = {"n_predict": 1, "n_probs": vocab_size, "cache_prompt": True, "seed": 1}
+            body = json.dumps({"prompt": ids[:count], **options}).encode()
+            request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request) as answer:
+                (token,) = json.load(answer)["completion_probabilities"]
+            assert len(token["top_logprobs"]) == vocab_size
+            for entry in token["top_logprobs"]:
+                found[count - 1, entry["id"]] = entry["logprob"]
+        return found
+
+
+@contextlib.contextmanager
+def llama_server(file: Path) -> Iterator[LlamaServer]:
+    server = LlamaServer(file)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+
+
+def ours(model: Path, ids: list[int]) -> np.ndarray:
+    options = {"dtype": "float32", "kv_dtype": "float32", "kv_bytes": 64 << 20, "threads": 2}
+    with quire.Engine(model, **options) as engine:  # type: ignore[arg-type]
+        return log_softmax(engine.logits(ids))
+
+
+def divergence(of: np.ndarray, against: np.ndarray) -> float:
+    """The mean Kullback-Leibler divergence of the next token, in nats."""
+    return float((np.exp(against) * (against - of)).sum(axis=1).mean())
+
+
+def same_token(one: np.ndarray, other: np.ndarray) -> float:
+    return float((one.argmax(axis=1) == other.argmax(axis=1)).mean())
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "cache"))
+
+
+EXPERTS = ["mixtral", "qwen2moe", "qwen3moe", "deepseek2", "deepseek3"]
+# The tensor of both is known to llama.cpp for all of these but the first.
+CASES = [(arch, False) for arch in ["llama", "qwen3", "gemma3", *EXPERTS]]
+CASES += [(arch, True) for arch in EXPERTS[1:]]
+
+
+@pytest.mark.parametrize("arch,fused", CASES)
+def test_random_models_have_the_logits_of_llama(tmp_path: Path, arch: str, fused: bool) -> None:
+    """In float32: what is left are roundings."""
+    weights = tiny_gguf.random_weights(5, tiny_gguf.vocab_size(), arch, tied=False)
+    scaled = {
+        name: value / 8 if value.ndim == 2 else 1 + value / 16 for name, value in weights.items()
+    }
+    file = tmp_path / "model.gguf"
+    tiny_gguf.write_model(file, scaled, arch, fused=fused)
+    ids = [5 + 7 * i % 200 for i in range(24)]
+    with llama_server(file) as server:
+        theirs = server.log_probabilities(ids, tiny_gguf.vocab_size())
+    np.testing.assert_allclose(ours(file, ids), theirs, atol=2e-3)
+
+
+def quantised(source: Path, made: Path, kind: str, *options: str) -> Path:
+    """By llama.cpp's quantizer."""
+    subprocess.run(
+        [_LLAMA / "llama-quantize", "--allow-requantize", *options, source, made, kind],
+        check=True,
+        capture_output=True,
+    )
+    return made
+
+
+def test_the_embedded_model_is_as_near_as_llama(tmp_path: Path) -> None:
+    """Q8_0: within 1e-3 nats of llama.cpp on the same file. Q4_K: no farther from the model before
+    than llama.cpp is on the same file, and a tenth."""
+    plain = quantised(_find_gguf()[0], tmp_path / "plain.gguf", "BF16")
+    files = {kind: quantised(plain, tmp_path / f"{kind}.gguf", kind) for kind in ("Q8_0", "Q4_K_M")}
+    with quire.Engine(embedded_model_dir()) as engine:
+        ids = engine.tokenizer.encode(_TEXT.read_text())[:_TOKENS]
+        vocab_size = engine.info.vocab_size
+    theirs = {}
+    for kind, file in {"BF16": plain, **files}.items():
+        with llama_server(file) as server:
+            theirs[kind] = server.log_probabilities(ids, vocab_size)
+    found = {kind: ours(file, ids) for kind, file in {"BF16": plain, **files}.items()}
+    rows = [
+        (
+            kind,
+            divergence(found[kind], theirs[kind]),
+            divergence(found[kind], found["BF16"]),
+            divergence(theirs[kind], theirs["BF16"]),
+            same_token(found[kind], theirs[kind]),
+        )
+        for kind in files
+    ]
+    print("\n", *(f"{row}\n" for row in rows))
+    for kind, between, own, of_llama, _ in rows:
+        assert own <= 1.1 * of_llama, kind
+        assert kind != "Q8_0" or between <= 1e-3
+    kinds = {tensor.tensor_type for tensor in GGUFReader(files["Q4_K_M"]).tensors}
+    assert GGMLQuantizationType.Q4_K in kinds
