@@ -109,72 +109,6 @@ def test_experts_of_mixtral_give_the_checkpoint_back(tmp_path):
     assert "attention_bias" not in config
 
 
-def fused_with(change=None, missing=""):
-    """Writes qwen3moe with fused experts, without the tensor `missing` of layer 1."""
-
-    def write(path):
-        weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "qwen3moe")
-        if missing:
-            kept = [name for name in weights if f".1.{missing}" not in name]
-            weights = {name: weights[name] for name in kept}
-        tiny_gguf.write_model(path, weights, "qwen3moe", change=change, fused=True)
-
-    return write
-
-
-def with_both(path):
-    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "qwen3moe")
-    ups = tiny_gguf.stored_weights(weights, "qwen3moe")["blk.1.ffn_up_exps.weight"]
-    extra = [("blk.1.ffn_up_exps.weight", ups)]
-    tiny_gguf.write_model(path, weights, "qwen3moe", extra_tensors=extra, fused=True)
-
-
-def one_by_one(path):
-    """As converters wrote Mixtral until April 2024."""
-    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "mixtral")
-    of_experts = [name for name in weights if ".experts." in name]
-    extra = []
-    for name in of_experts:
-        _, _, layer, _, _, expert, part, _ = name.split(".")
-        stored = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}[part]
-        extra.append((f"blk.{layer}.{stored}.{expert}.weight", weights.pop(name)))
-    tiny_gguf.write_model(path, weights, "mixtral", extra_tensors=extra)
-
-
-def with_a_bias(path):
-    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "mixtral")
-    extra = [("blk.0.attn_q.bias", np.zeros(64, np.float32))]
-    tiny_gguf.write_model(path, weights, "mixtral", extra_tensors=extra)
-
-
-WRONG_EXPERTS = {
-    "the tensor of both": (
-        fused_with(missing="mlp.experts."),
-        'tensor "blk.1.ffn_gate_up_exps.weight": is missing',
-    ),
-    "inner size": (
-        fused_with(change_of("qwen3moe.expert_feed_forward_length", "uint32", 31)),
-        'tensor "blk.0.ffn_gate_up_exps.weight": has shape [4, 64, 64], expected [4, 62, 64]',
-    ),
-    "both and one": (with_both, 'tensor "blk.1.ffn_up_exps.weight": is not part of a qwen3moe'),
-    "one by one": (
-        one_by_one,
-        'tensor "blk.0.ffn_gate_exps.weight": is missing; the file has one for each expert',
-    ),
-    "a bias": (with_a_bias, 'tensor "blk.0.attn_q.bias": is not part of a llama model'),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_EXPERTS)
-def test_wrong_tensors_of_experts_are_refused(tmp_path, name):
-    write, message = WRONG_EXPERTS[name]
-    write(tmp_path / "m.gguf")
-    with memory_limit(64 << 20), pytest.raises(GgufError) as caught:
-        import_gguf(tmp_path / "m.gguf", tmp_path / "out")
-    assert message in str(caught.value)
-    assert os.listdir(tmp_path) == ["m.gguf"]
-
-
 @pytest.mark.parametrize("arch,name", [("deepseek2", "deepseek_v2"), ("deepseek3", "deepseek_v3")])
 def test_latent_attention_gives_the_checkpoint_back(tmp_path, arch, name):
     """In one file matrices of latents are as in the checkpoint, in the other they are cut."""
@@ -1014,6 +948,72 @@ def test_wrong_metadata_of_experts_and_phi3_are_refused(tmp_path, name):
     tiny_gguf.write_model(tmp_path / "m.gguf", weights, arch, change=change, extra_tensors=tensors)
     with memory_limit(64 << 20), pytest.raises(GgufError) as caught:
         import_gguf(tmp_path / "m.gguf", tmp_path / "deep" / "out")
+    assert message in str(caught.value)
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def fused_with(change=None, missing=""):
+    """Writes qwen3moe with fused experts, without the tensor `missing` of layer 1."""
+
+    def write(path):
+        weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "qwen3moe")
+        if missing:
+            kept = [name for name in weights if f".1.{missing}" not in name]
+            weights = {name: weights[name] for name in kept}
+        tiny_gguf.write_model(path, weights, "qwen3moe", change=change, fused=True)
+
+    return write
+
+
+def with_both(path):
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "qwen3moe")
+    ups = tiny_gguf.stored_weights(weights, "qwen3moe")["blk.1.ffn_up_exps.weight"]
+    extra = [("blk.1.ffn_up_exps.weight", ups)]
+    tiny_gguf.write_model(path, weights, "qwen3moe", extra_tensors=extra, fused=True)
+
+
+def one_by_one(path):
+    """As converters wrote Mixtral until April 2024."""
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "mixtral")
+    of_experts = [name for name in weights if ".experts." in name]
+    extra = []
+    for name in of_experts:
+        _, _, layer, _, _, expert, part, _ = name.split(".")
+        stored = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}[part]
+        extra.append((f"blk.{layer}.{stored}.{expert}.weight", weights.pop(name)))
+    tiny_gguf.write_model(path, weights, "mixtral", extra_tensors=extra)
+
+
+def with_a_bias(path):
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "mixtral")
+    extra = [("blk.0.attn_q.bias", np.zeros(64, np.float32))]
+    tiny_gguf.write_model(path, weights, "mixtral", extra_tensors=extra)
+
+
+WRONG_EXPERTS = {
+    "the tensor of both": (
+        fused_with(missing="mlp.experts."),
+        'tensor "blk.1.ffn_gate_up_exps.weight": is missing',
+    ),
+    "inner size": (
+        fused_with(change_of("qwen3moe.expert_feed_forward_length", "uint32", 31)),
+        'tensor "blk.0.ffn_gate_up_exps.weight": has shape [4, 64, 64], expected [4, 62, 64]',
+    ),
+    "both and one": (with_both, 'tensor "blk.1.ffn_up_exps.weight": is not part of a qwen3moe'),
+    "one by one": (
+        one_by_one,
+        'tensor "blk.0.ffn_gate_exps.weight": is missing; the file has one for each expert',
+    ),
+    "a bias": (with_a_bias, 'tensor "blk.0.attn_q.bias": is not part of a llama model'),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_EXPERTS)
+def test_wrong_tensors_of_experts_are_refused(tmp_path, name):
+    write, message = WRONG_EXPERTS[name]
+    write(tmp_path / "m.gguf")
+    with memory_limit(64 << 20), pytest.raises(GgufError) as caught:
+        import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert message in str(caught.value)
     assert os.listdir(tmp_path) == ["m.gguf"]
 
