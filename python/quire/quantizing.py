@@ -54,7 +54,7 @@ _COMPUTED = ".rotary_emb.inv_freq"
 # Matrices that stay as they are: those that choose experts, which few bits would send elsewhere,
 # and the one of latent attention that engines widen when they load it.
 _KEPT = ("gate", "shared_expert_gate", "kv_b_proj")
-# Of a model that knows images, what is not its text model.
+# What a model that knows images has beside its text model.
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 # What transformers takes for fields that the text model's object leaves out, as engines do.
 _TEXT_DEFAULTS = {
@@ -103,7 +103,7 @@ class _Tensor:
 
     @property
     def written_type(self) -> str:
-        """Of a tensor that is not quantised: vectors are float32, matrices stay what they are."""
+        """Where it is not quantised: vectors are float32, matrices stay what they are."""
         is_plain = len(self.shape) == 2 and self.scales is None
         return self.type_name if is_plain else "F32"
 
@@ -148,8 +148,8 @@ def quantize_model(
     """Writes a model folder whose matrices have codes of 8 or 4 bits, and returns it.
 
     Reads and writes some MiB at a time. Vectors stay float32; what chooses experts stays as it is.
-    The folder's weights are a GGUF file; its other files are copies. Of a model that knows images
-    the text model is written.
+    The folder's weights are a GGUF file; its other files are copies. A model that knows images
+    becomes its text model.
 
     Args:
         model_dir: a Hugging Face folder of Llama, Mistral, Mixtral, Qwen2, Qwen3 (also with
@@ -275,7 +275,7 @@ def _heads(source: Path, config: dict[str, Any]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Kinds:
-    """Of WEIGHTS. `of_parts`: of those that have others than the rest."""
+    """Names in WEIGHTS. `of_parts`: for parts that have others than the rest."""
 
     of_rest: str
     of_parts: dict[str, str]

@@ -96,7 +96,7 @@ constexpr ExpertNames kExpertNames[] = {{"ffn_gate_exps", "gate_proj"},
                                         {"ffn_up_exps", "up_proj"},
                                         {"ffn_down_exps", "down_proj"},
                                         {"ffn_gate_up_exps", "gate_proj", "up_proj"}};
-// Of the llama architecture, whose models with experts are Mixtral's.
+// Names for the llama architecture, whose models with experts are Mixtral's.
 constexpr ExpertNames kMixtralExpertNames[] = {{"ffn_gate_exps", "w1"},
                                                {"ffn_up_exps", "w3"},
                                                {"ffn_down_exps", "w2"},
