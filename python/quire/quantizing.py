@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quire import _float8, _q4k, errors
+from quire._gguf_names import ARCHITECTURES, Architecture, gguf_name
 from quire._model_folder import (
     GGUF_WEIGHTS,
     check_model_folder,
@@ -38,7 +39,8 @@ WEIGHTS = {
     "q4": _Kind(2, 32, 18),
     "q4k": _Kind(12, _q4k.BLOCK, _q4k.BLOCK_BYTES),
 }
-_F32 = 0
+# Those of tensors that are not quantised.
+_TYPES = {"F32": 0, "F16": 1, "BF16": 30}
 # A scale of Q4_0 is an eighth of the greatest weight; those of the others are smaller.
 _GREATEST = 8 * 65504.0
 
@@ -47,40 +49,29 @@ _UINT32, _STRING = 4, 8
 _VALUES_PER_PART = 4 << 20  # read, quantised and written at a time: 16 MiB as float32
 _OTHER_BYTES = 64 << 20  # the files beside the weights
 
-# The name in config.json -> the name in GGUF.
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-    "Phi3ForCausalLM": "phi3",
-}
-_PARTS = {
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-}
-_GEMMA_PARTS = _PARTS | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_PHI3_PARTS = _PARTS | {"qkv_proj": "attn_qkv", "gate_up_proj": "ffn_up"}
 # Angles of the rotation, which old folders hold and the configuration says already.
 _COMPUTED = ".rotary_emb.inv_freq"
+# Matrices that stay as they are: those that choose experts, which few bits would send elsewhere,
+# and the one of latent attention that engines widen when they load it.
+_KEPT = ("gate", "shared_expert_gate", "kv_b_proj")
+# What a model that knows images has beside its text model.
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
+# What transformers takes for fields that the text model's object leaves out, as engines do.
+_TEXT_DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+# Where config.json has the number of experts.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Fields that stand beside the text model's object and hold for it.
+_FIELDS_OF_ALL = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +81,13 @@ class _Tensor:
 
     name: str
     gguf_name: str
+    part: str  # of the name
     path: Path
     type_name: str
     shape: tuple[int, ...]
     offset: int  # in the file
-    kind: str = ""  # of WEIGHTS; "" stays float32
+    expert: int = -1  # -1: of none
+    kind: str = ""  # of WEIGHTS; "": is not quantised
     head_rows: int = 0
     value_offset: float = 0.0  # added to each number
     scales: StoredTensor | None = None  # of float8 codes
@@ -109,16 +102,38 @@ class _Tensor:
         return self.shape[1] if len(self.shape) == 2 else 1
 
     @property
+    def written_type(self) -> str:
+        """Where it is not quantised: vectors are float32, matrices stay what they are."""
+        is_plain = len(self.shape) == 2 and self.scales is None
+        return self.type_name if is_plain else "F32"
+
+    @property
     def gguf_type(self) -> int:
-        return WEIGHTS[self.kind].gguf_type if self.kind else _F32
+        return WEIGHTS[self.kind].gguf_type if self.kind else _TYPES[self.written_type]
 
     @property
     def byte_count(self) -> int:
         values = self.rows * self.columns
         if not self.kind:
-            return 4 * values
+            return FLOATS[self.written_type].itemsize * values
         kind = WEIGHTS[self.kind]
         return values // kind.inputs * kind.block_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """A tensor of the file: one of the source, or those of all experts one after the other."""
+
+    tensors: list[_Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = self.tensors[0]
+        return first.shape if first.expert < 0 else (len(self.tensors), *first.shape)
+
+    @property
+    def byte_count(self) -> int:
+        return sum(tensor.byte_count for tensor in self.tensors)
 
 
 def quantize_model(
@@ -132,13 +147,14 @@ def quantize_model(
 ) -> Path:
     """Writes a model folder whose matrices have codes of 8 or 4 bits, and returns it.
 
-    Reads and writes some MiB at a time. Vectors stay float32. The folder's weights are a GGUF file;
-    its other files are copies.
+    Reads and writes some MiB at a time. Vectors stay float32; what chooses experts stays as it is.
+    The folder's weights are a GGUF file; its other files are copies. A model that knows images
+    becomes its text model.
 
     Args:
-        model_dir: a Hugging Face folder of Llama, Mistral, Qwen2, Qwen3, Gemma 2, Gemma 3 (text) or
-            Phi-3, with safetensors in bfloat16, float16 or float32, or in float8 (e4m3) with
-            scales.
+        model_dir: a Hugging Face folder of Llama, Mistral, Mixtral, Qwen2, Qwen3 (also with
+            experts), Gemma 2, Gemma 3, Phi-3 or DeepSeek-V2 or V3, with safetensors in bfloat16,
+            float16 or float32, or in float8 (e4m3) with scales.
         out_dir: must not exist, or be empty; it is there completely or not at all.
         weights: "q8" (Q8_0, 8.5 bits per weight), "q4" (Q4_0, 4.5 bits) or "q4k" (Q4_K, 4.5 bits
             and nearer to the weights; rows must be multiples of 256).
@@ -149,7 +165,7 @@ def quantize_model(
 
     Raises:
         BadArgumentError: another kind of model, of weights, or of elements; a GGUF file.
-        CorruptError: a damaged configuration or safetensors file.
+        CorruptError: a damaged configuration or safetensors file, or an expert that is missing.
         FileExistsError: `out_dir` is something else than an empty folder.
         IoError: its disk has too little room.
         NotFoundError: there is no such folder, or no config.json or safetensors files in it.
@@ -161,28 +177,26 @@ def quantize_model(
             )
     source = _folder(model_dir)
     config = _configuration(source)
-    architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in _ARCHITECTURES:
-        raise errors.BadArgumentError(
-            f"{source}: {architecture} cannot be quantised; known are: {', '.join(_ARCHITECTURES)}"
-        )
-    if head not in (None, embeddings) and _is_tied(config, _ARCHITECTURES[architecture]):
+    architecture = _architecture(source, config)
+    written = _written_configuration(source, config, architecture)
+    if head not in (None, embeddings) and _is_tied(written, architecture):
         raise errors.BadArgumentError(
             f"{source}: the head is the token embedding; embeddings={embeddings!r} holds for both"
         )
     kinds = {"embed_tokens": embeddings, "lm_head": head or embeddings}
-    tensors = _plan(source, config, _ARCHITECTURES[architecture], weights, kinds)
-    total = sum(tensor.byte_count for tensor in tensors)
+    block = _float8.block_of(config)
+    entries = _plan(source, written, architecture, _Kinds(weights, kinds), block)
+    total = sum(entry.byte_count for entry in entries)
     check_free(Path(out_dir))
     check_room(Path(out_dir), total + _OTHER_BYTES)
     with new_folder(Path(out_dir)) as part:
         with open(part / GGUF_WEIGHTS, "xb") as file:
-            file.write(_header(tensors, config, _ARCHITECTURES[architecture]))
-            _write(file, tensors, total, progress)
+            file.write(_header(entries, written, architecture.gguf))
+            _write(file, entries, total, progress)
         copy_other_files(source, part)
-        if config.pop("quantization_config", None) is not None:
+        if written != config:
             (part / "config.json").unlink()  # a copy, with the mode of the source
-            (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+            (part / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
     return Path(out_dir)
 
 
@@ -214,13 +228,36 @@ def _configuration(source: Path) -> dict[str, Any]:
     return config
 
 
-def _is_tied(config: dict[str, Any], architecture: str) -> bool:
+def _architecture(source: Path, config: dict[str, Any]) -> Architecture:
+    name = (config.get("architectures") or ["none"])[0]
+    if name not in ARCHITECTURES:
+        raise errors.BadArgumentError(
+            f"{source}: {name} cannot be quantised; known are: {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[name]
+
+
+def _written_configuration(
+    source: Path, config: dict[str, Any], architecture: Architecture
+) -> dict[str, Any]:
+    """That of the new folder: of the text model alone, without a quantisation of the source."""
+    written = {name: value for name, value in config.items() if name != "quantization_config"}
+    if not architecture.text_config:
+        return written
+    text = config.get(architecture.text_config)
+    if not isinstance(text, dict):
+        raise errors.CorruptError(
+            f'{source / "config.json"}: "{architecture.text_config}" is no JSON object'
+        )
+    of_all = {name: config[name] for name in _FIELDS_OF_ALL if config.get(name) is not None}
+    of_text = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    return {**_TEXT_DEFAULTS, **text, **of_all, **of_text}
+
+
+def _is_tied(config: dict[str, Any], architecture: Architecture) -> bool:
     """Whether the head is the embedding: of Gemma unless the configuration says otherwise."""
-    return bool(config.get("tie_word_embeddings", _is_gemma(architecture)))
-
-
-def _is_gemma(architecture: str) -> bool:
-    return architecture.startswith("gemma")
+    tied = config.get("tie_word_embeddings")
+    return architecture.is_gemma if tied is None else bool(tied)
 
 
 def _heads(source: Path, config: dict[str, Any]) -> dict[str, int]:
@@ -236,43 +273,104 @@ def _heads(source: Path, config: dict[str, Any]) -> dict[str, int]:
     return {"q_proj": query, "k_proj": key}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kinds:
+    """Names in WEIGHTS. `of_parts`: for parts that have others than the rest."""
+
+    of_rest: str
+    of_parts: dict[str, str]
+
+    def of(self, tensor: _Tensor) -> str:
+        if len(tensor.shape) != 2 or tensor.part in _KEPT:
+            return ""
+        return self.of_parts.get(tensor.part, self.of_rest)
+
+
 def _plan(
-    source: Path, config: dict[str, Any], architecture: str, weights: str, kinds: dict[str, str]
-) -> list[_Tensor]:
-    """`kinds`: of the parts that have others than `weights`."""
-    heads = _heads(source, config)
-    planned = []
-    for tensor in _stored(source, architecture, _float8.block_of(config)):
-        *_, part, _ = tensor.name.split(".")
-        if part == "lm_head" and _is_tied(config, architecture):
+    source: Path,
+    config: dict[str, Any],
+    architecture: Architecture,
+    kinds: _Kinds,
+    block: tuple[int, int] | None,
+) -> list[_Entry]:
+    heads = _heads(source, config) if architecture.gguf == "llama" else {}
+    entries: dict[str, _Entry] = {}
+    for tensor in _stored(source, config, architecture, block):
+        if tensor.part == "lm_head" and _is_tied(config, architecture):
             continue
-        kind = kinds.get(part, weights)
-        if len(tensor.shape) != 2:
-            kind = ""
-        elif tensor.columns % WEIGHTS[kind].inputs:
-            raise errors.BadArgumentError(
-                f"{tensor.path}: tensor {tensor.name} has rows of {tensor.columns}, which are no "
-                f"whole blocks of {WEIGHTS[kind].inputs}"
-                + ("; q8 and q4 have blocks of 32" if kind == "q4k" else "")
-            )
-        head_rows = 0
-        if architecture == "llama" and part in heads:
-            if tensor.rows % (2 * heads[part]):
-                raise errors.CorruptError(
-                    f"{tensor.path}: tensor {tensor.name} has {tensor.rows} rows, which are no "
-                    f"{heads[part]} heads of pairs"
-                )
-            head_rows = tensor.rows // heads[part]
-        # GGUF has what Gemma multiplies by, the checkpoint what it adds to 1.
-        offset = 1.0 if _is_gemma(architecture) and part.endswith("norm") else 0.0
-        planned.append(
-            dataclasses.replace(tensor, kind=kind, head_rows=head_rows, value_offset=offset)
+        planned = _planned(tensor, architecture, kinds.of(tensor), heads.get(tensor.part, 0))
+        entries.setdefault(tensor.gguf_name, _Entry([])).tensors.append(planned)
+    for entry in entries.values():
+        entry.tensors.sort(key=lambda tensor: tensor.expert)
+        _check_is_whole(source, entry)
+    _check_experts(source, config, list(entries.values()))
+    return list(entries.values())
+
+
+def _planned(tensor: _Tensor, architecture: Architecture, kind: str, heads: int) -> _Tensor:
+    """`heads`: of a matrix whose rows are rotary pairs; 0 for others."""
+    if kind and tensor.columns % WEIGHTS[kind].inputs:
+        raise errors.BadArgumentError(
+            f"{tensor.path}: tensor {tensor.name} has rows of {tensor.columns}, which are no "
+            f"whole blocks of {WEIGHTS[kind].inputs}"
+            + ("; q8 and q4 have blocks of 32" if kind == "q4k" else "")
         )
-    return planned
+    if heads and tensor.rows % (2 * heads):
+        raise errors.CorruptError(
+            f"{tensor.path}: tensor {tensor.name} has {tensor.rows} rows, which are no "
+            f"{heads} heads of pairs"
+        )
+    # GGUF has what Gemma multiplies by, the checkpoint what it adds to 1.
+    is_shifted = architecture.is_gemma and tensor.part.endswith("norm")
+    return dataclasses.replace(
+        tensor,
+        kind=kind,
+        head_rows=tensor.rows // heads if heads else 0,
+        value_offset=1.0 if is_shifted else 0.0,
+    )
+
+
+def _check_is_whole(source: Path, entry: _Entry) -> None:
+    """An entry is one tensor, or the equal matrices of the experts 0, 1, 2, ..."""
+    first = entry.tensors[0]
+    for place, tensor in enumerate(entry.tensors):
+        if tensor.expert < 0 and len(entry.tensors) > 1:
+            raise errors.CorruptError(
+                f"{source}: {first.name} and {entry.tensors[1].name} stand for the same tensor"
+            )
+        if tensor.expert not in (-1, place):
+            raise errors.CorruptError(
+                f"{source}: there is {tensor.name}, and none of expert {place} before it"
+            )
+        if tensor.shape != first.shape:
+            raise errors.CorruptError(
+                f"{source}: {tensor.name} has the shape {list(tensor.shape)}, "
+                f"{first.name} {list(first.shape)}; experts must be alike"
+            )
+
+
+def _check_experts(source: Path, config: dict[str, Any], entries: list[_Entry]) -> None:
+    """The same number everywhere, and that of the configuration."""
+    expected = next((config[name] for name in _EXPERT_COUNTS if config.get(name) is not None), None)
+    where = f"{source / 'config.json'} says"
+    for entry in entries:
+        if entry.tensors[0].expert < 0:
+            continue
+        last = entry.tensors[-1]
+        if expected is None:
+            expected, where = last.expert + 1, f"{last.name} says"
+        if last.expert + 1 != expected:
+            raise errors.CorruptError(
+                f"{source}: {last.name} is the last of {last.expert + 1} experts; "
+                f"{where} {expected!r}"
+            )
 
 
 def _stored(
-    source: Path, architecture: str, block: tuple[int, int] | None
+    source: Path,
+    config: dict[str, Any],
+    architecture: Architecture,
+    block: tuple[int, int] | None,
 ) -> Iterator[_Tensor]:
     files = safetensors_files(source)
     if not files:
@@ -289,17 +387,35 @@ def _stored(
     names_of_scales = {stored.name for stored in scales.values()}
     for name, stored in found.items():
         is_unused = name.endswith(_COMPUTED) or _float8.is_of_activations(name)
-        if is_unused or name in names_of_scales:
+        is_of_images = bool(architecture.text_config) and name.startswith(_OF_IMAGES)
+        if is_unused or is_of_images or name in names_of_scales:
             continue
-        gguf_name = _gguf_name(name, architecture)
-        _check_can_be_quantised(stored, gguf_name is not None, name in scales)
-        assert gguf_name is not None
+        if _is_behind_the_last_layer(name, config):
+            continue
+        place = gguf_name(name, architecture)
+        _check_can_be_quantised(stored, place is not None, name in scales)
+        assert place is not None
         tensor = _Tensor(
-            name, gguf_name, stored.path, stored.type_name, stored.shape, stored.offset
+            name,
+            place.name,
+            place.part,
+            stored.path,
+            stored.type_name,
+            stored.shape,
+            stored.offset,
+            expert=place.expert,
         )
         if name in scales:
             tensor = dataclasses.replace(tensor, scales=scales[name], block=block)
         yield tensor
+
+
+def _is_behind_the_last_layer(name: str, config: dict[str, Any]) -> bool:
+    """Layers that predict several tokens stand there, which engines do not read."""
+    count = config.get("num_hidden_layers")
+    layer = name.partition(".layers.")[2].partition(".")[0]
+    is_number = layer.isascii() and layer.isdigit() and len(layer) < 10
+    return is_number and isinstance(count, int) and int(layer) >= count
 
 
 def _check_can_be_quantised(stored: StoredTensor, is_known: bool, has_scales: bool) -> None:
@@ -321,28 +437,17 @@ def _check_can_be_quantised(stored: StoredTensor, is_known: bool, has_scales: bo
         )
 
 
-def _gguf_name(name: str, architecture: str) -> str | None:
-    """None: no tensor of a plain decoder."""
-    parts = _GEMMA_PARTS if _is_gemma(architecture) else _PARTS
-    if architecture == "phi3":
-        parts = _PHI3_PARTS
-    *path, part, kind = ["", *name.split(".")]
-    if part not in parts:
-        return None
-    if "layers" not in path:
-        return f"{parts[part]}.{kind}"
-    layer = path[path.index("layers") + 1 :][:1]
-    return f"blk.{layer[0]}.{parts[part]}.{kind}" if layer else None
-
-
-def _header(tensors: list[_Tensor], config: dict[str, Any], architecture: str) -> bytes:
-    heads = config["num_attention_heads"]
-    metadata = {
-        "general.architecture": architecture,
-        f"{architecture}.attention.head_count": heads,
-        f"{architecture}.attention.head_count_kv": config.get("num_key_value_heads") or heads,
-    }
-    parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+def _header(entries: list[_Entry], config: dict[str, Any], architecture: str) -> bytes:
+    metadata: dict[str, Any] = {"general.architecture": architecture}
+    if architecture == "llama":  # whose rows are rotary pairs of heads
+        heads = config["num_attention_heads"]
+        metadata[f"{architecture}.attention.head_count"] = heads
+        key_heads = config.get("num_key_value_heads") or heads
+        metadata[f"{architecture}.attention.head_count_kv"] = key_heads
+    experts = max((entry.tensors[-1].expert + 1 for entry in entries), default=0)
+    if experts:
+        metadata[f"{architecture}.expert_count"] = experts
+    parts = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(metadata))]
     for key, value in metadata.items():
         parts.append(_text(key))
         if isinstance(value, str):
@@ -350,11 +455,11 @@ def _header(tensors: list[_Tensor], config: dict[str, Any], architecture: str) -
         else:
             parts.append(struct.pack("<II", _UINT32, value))
     offset = 0
-    for tensor in tensors:
-        sizes = tensor.shape[::-1]
-        parts += [_text(tensor.gguf_name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
-        parts.append(struct.pack("<IQ", tensor.gguf_type, offset))
-        offset += _aligned(tensor.byte_count)
+    for entry in entries:
+        first, sizes = entry.tensors[0], entry.shape[::-1]
+        parts += [_text(first.gguf_name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
+        parts.append(struct.pack("<IQ", first.gguf_type, offset))
+        offset += _aligned(entry.byte_count)
     header = b"".join(parts)
     return header.ljust(_aligned(len(header)), b"\0")
 
@@ -370,18 +475,19 @@ def _aligned(size: int) -> int:
 
 def _write(
     file: BinaryIO,
-    tensors: list[_Tensor],
+    entries: list[_Entry],
     total: int,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     written = 0
-    for tensor in tensors:
-        for part in _converted(tensor):
-            file.write(part.data)
-            written += part.nbytes
-            if progress is not None:
-                progress(written, total)
-        file.write(bytes(_aligned(tensor.byte_count) - tensor.byte_count))
+    for entry in entries:
+        for tensor in entry.tensors:
+            for part in _converted(tensor):
+                file.write(part.data)
+                written += part.nbytes
+                if progress is not None:
+                    progress(written, total)
+        file.write(bytes(_aligned(entry.byte_count) - entry.byte_count))
 
 
 def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
@@ -398,16 +504,7 @@ def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
             rows = min(step, tensor.rows - first)
             raw = np.fromfile(file, dtype, rows * tensor.columns).reshape(rows, tensor.columns)
             values = scales.numbers(raw, first) if scales else as_float32(raw)
-            if not np.isfinite(values).all():
-                raise errors.CorruptError(
-                    f"{tensor.path}: tensor {tensor.name} holds a value that is not finite"
-                )
-            greatest = float(np.abs(values).max(initial=0))
-            if tensor.kind and greatest > _GREATEST:
-                raise errors.BadArgumentError(
-                    f"{tensor.path}: tensor {tensor.name} holds {greatest:g}; scales in float16 "
-                    f"reach no further than {_GREATEST:g}"
-                )
+            _check_values(tensor, values)
             if tensor.value_offset:
                 values = values + np.float32(tensor.value_offset)
             if tensor.head_rows:
@@ -417,8 +514,23 @@ def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
             elif tensor.kind:
                 kind = GGMLQuantizationType(tensor.gguf_type)
                 yield np.ascontiguousarray(quants.quantize(values, kind))
-            else:
+            elif tensor.written_type == "F32":
                 yield np.ascontiguousarray(values)
+            else:
+                yield raw
+
+
+def _check_values(tensor: _Tensor, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise errors.CorruptError(
+            f"{tensor.path}: tensor {tensor.name} holds a value that is not finite"
+        )
+    greatest = float(np.abs(values).max(initial=0))
+    if tensor.kind and greatest > _GREATEST:
+        raise errors.BadArgumentError(
+            f"{tensor.path}: tensor {tensor.name} holds {greatest:g}; scales in float16 "
+            f"reach no further than {_GREATEST:g}"
+        )
 
 
 def _rotary_pairs(values: np.ndarray, head_rows: int) -> np.ndarray:

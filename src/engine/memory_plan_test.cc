@@ -92,6 +92,7 @@ TEST(MemoryPlan, IsWhatTheEngineTakes) {
       {.architecture = "Mamba2ForCausalLM"},
       {.architecture = "Qwen3NextForCausalLM", .num_hidden_layers = 4},
       {.architecture = "Qwen2MoeForCausalLM"},
+      {.architecture = "MixtralForCausalLM"},
       {.architecture = "Phi3ForCausalLM"},
       {.architecture = "Gemma3ForConditionalGeneration", .tie_word_embeddings = true}};
   int cases = 0;

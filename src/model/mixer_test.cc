@@ -71,6 +71,7 @@ std::vector<Kind> Kinds() {
           {"Qwen3NextBfloat16", hybrid, DType::kBF16},
           {"Qwen3NextLinearOnly", linear, DType::kF32},
           {"Qwen3NextAttentionOnly", attention, DType::kF32},
+          {"Mixtral", {.architecture = "MixtralForCausalLM"}, DType::kF32},
           {"Qwen2Moe", {.architecture = "Qwen2MoeForCausalLM"}, DType::kF32},
           {"Qwen3MoeBfloat16", {.architecture = "Qwen3MoeForCausalLM"}, DType::kBF16},
           {"Phi3", {.architecture = "Phi3ForCausalLM"}, DType::kF32},

@@ -62,6 +62,11 @@ def test_aarch64_gets_neon(tmp_path: Path, features: str, paths: str):
     assert shell(f"kernel_paths {info}") == paths
 
 
+def test_aarch64_under_an_emulator_gets_neon():
+    """Whose /proc/cpuinfo is that of x86: the build was configured for a path that it has not."""
+    assert shell("uname() { echo aarch64; }; kernel_paths") == "neon"
+
+
 def test_dot_products_of_bfloat16_are_chosen_where_they_are_fast(tmp_path: Path):
     info = tmp_path / "cpuinfo"
     write_cpu(info, "AuthenticAMD", _BF16)

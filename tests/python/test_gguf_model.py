@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 import quire
 import tiny_gguf
-from gguf import GGMLQuantizationType, RopeScalingType
+from gguf import GGMLQuantizationType, GGUFReader, RopeScalingType, quants
 from program import run
 from quire import importer
 from quire.gguf_model import model_folder
 from quire.identity import model_identity
 from quire.quantizing import quantize_model
+from safetensors.numpy import load_file, save_file
 
 QUANTISED = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"]
 BLOCKS_OF_256 = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3"]
-OTHERS = ["phi3", "qwen2moe", "qwen3moe", "deepseek2", "deepseek3"]
+OF_EXPERTS = ["mixtral", "qwen2moe", "qwen3moe", "deepseek2", "deepseek3"]
+OTHERS = ["phi3", *OF_EXPERTS]
 TEXT = "the thing in there 12"
 
 
@@ -91,6 +93,17 @@ def test_fused_matrices_and_experts_stay_quantised(tmp_path, arch, kind):
     # What is not quantised: norms, routers, and matrices of latents, which are widened.
     widened = 4 * sum(value.size for name, value in checkpoint(arch).items() if "kv_b" in name)
     assert plan.weight_bytes < file.stat().st_size + widened + (64 << 10)
+
+
+@pytest.mark.parametrize("arch", OF_EXPERTS)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+def test_fused_experts_give_the_bits_of_separate_ones(tmp_path, arch, kind):
+    separate = write(tmp_path / "separate.gguf", kind, arch)
+    fused = write(tmp_path / "fused.gguf", kind, arch, fused=True)
+    expected = logits(separate)
+    assert np.array_equal(expected, logits(fused))
+    packed = quire.pack_model(model_folder(fused), tmp_path / "packed", dtype="float32")
+    assert np.array_equal(expected, logits(packed))
 
 
 @pytest.mark.parametrize("arch", OTHERS)
@@ -447,6 +460,129 @@ def test_quantising_a_folder_gives_the_codes_of_the_format(tmp_path, arch, weigh
     ours = quantize_model(source, tmp_path / "ours", weights=weights, embeddings=weights)
     theirs = write(tmp_path / "theirs.gguf", kind, arch, tied)
     assert np.array_equal(logits(ours), logits(theirs))
+
+
+def source_of(tmp_path: Path, arch: str, dtype: str = "float32") -> Path:
+    file = write(tmp_path / "source.gguf", "F32", arch, tied=False)
+    return importer.import_gguf(file, tmp_path / "source", dtype=dtype)
+
+
+@pytest.mark.parametrize("arch", OF_EXPERTS)
+@pytest.mark.parametrize("weights", ["q8", "q4"])
+def test_quantised_experts_have_the_codes_of_the_format(tmp_path, arch, weights):
+    """Routers, and matrices that are widened when they are loaded, stay as they are."""
+    kind = {"q8": "Q8_0", "q4": "Q4_0"}[weights]
+    source = source_of(tmp_path, arch)
+    ours = quantize_model(source, tmp_path / "ours", weights=weights, embeddings=weights)
+    kept = dict.fromkeys(("kv_b_proj", "k_b_proj", "v_b_proj"), GGMLQuantizationType.F32)
+    theirs = write(tmp_path / "theirs.gguf", kind, arch, tied=False, other_types=kept)
+    expected = logits(theirs)
+    assert np.array_equal(logits(ours), expected)
+    assert not np.array_equal(logits(source), expected)
+    types = {
+        tensor.name: tensor.tensor_type.name for tensor in GGUFReader(ours / "model.gguf").tensors
+    }
+    for name in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"):
+        assert types[f"blk.1.{name}.weight"] == kind
+    assert types["blk.1.ffn_gate_inp.weight"] == "F32"
+
+
+@pytest.mark.parametrize("arch", OF_EXPERTS)
+def test_quantised_experts_are_a_model_like_any_other(tmp_path, capsys, arch):
+    source = source_of(tmp_path, arch, "bfloat16")
+    folders = {
+        kind: quantize_model(source, tmp_path / kind, weights=kind) for kind in ("q8", "q4")
+    }
+    assert len({model_identity(folder)["revision"] for folder in [source, *folders.values()]}) == 3
+    weights = [quire.Engine.plan_memory(folder).weight_bytes for folder in folders.values()]
+    assert weights[1] < weights[0] < quire.Engine.plan_memory(source).weight_bytes
+    # bfloat16 stays bfloat16 where nothing is quantised.
+    tensors = {tensor.name: tensor for tensor in GGUFReader(folders["q8"] / "model.gguf").tensors}
+    assert tensors["blk.1.ffn_gate_inp.weight"].tensor_type.name == "BF16"
+    code, out, error = run(capsys, "inspect", str(folders["q4"]), "--json")
+    assert code == 0, error
+    assert {"Q4_0", "Q8_0"} <= set(json.loads(out)["model"]["weight_types"])
+    code, _, error = run(capsys, "generate", str(folders["q4"]), "--dry-run")
+    assert code == 0, error
+    for kind, folder in folders.items():
+        packed = quire.pack_model(folder, tmp_path / f"packed_{kind}", dtype="float32")
+        assert np.array_equal(logits(folder), logits(packed))
+        assert model_identity(folder) == model_identity(packed)
+
+
+@pytest.mark.usefixtures("wide")
+def test_experts_in_blocks_of_256_are_quantised(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_gguf, "EXPERT_INNER", 256)
+    file = write(tmp_path / "source.gguf", "F32", "qwen3moe", change=of_all_experts)
+    source = importer.import_gguf(file, tmp_path / "source", dtype="float32")
+    made = quantize_model(source, tmp_path / "made", weights="q4k")
+    tensors = {tensor.name: tensor for tensor in GGUFReader(made / "model.gguf").tensors}
+    given = checkpoint("qwen3moe")
+    for part in ("gate", "up", "down"):
+        tensor = tensors[f"blk.1.ffn_{part}_exps.weight"]
+        assert tensor.tensor_type == GGMLQuantizationType.Q4_K
+        read = quants.dequantize(tensor.data, tensor.tensor_type)
+        for expert, matrix in enumerate(read):
+            one = given[f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"]
+            assert np.square(matrix - one).mean() < 0.1**2 * np.square(one).mean()
+    packed = quire.pack_model(made, tmp_path / "packed", dtype="float32")
+    assert np.array_equal(logits(made), logits(packed))
+
+
+def beside_images(source: Path, path: Path) -> Path:
+    """The folder of a text model as the text part of one that knows images, as those are published:
+    the object of the text model leaves out much."""
+    config = json.loads((source / "config.json").read_text())
+    stored = load_file(source / "model.safetensors")
+    tensors = {f"language_model.{name}": value for name, value in stored.items()}
+    image = "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"
+    tensors[image] = np.ones((3, 5), np.float32)
+    tensors["multi_modal_projector.mm_soft_emb_norm.weight"] = np.ones(7, np.float32)
+    shutil.copytree(source, path)
+    save_file(tensors, path / "model.safetensors")
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    for field in ("num_attention_heads", "num_key_value_heads", "bos_token_id"):
+        del config[field]
+    whole["eos_token_id"] = config.pop("eos_token_id")
+    whole["tie_word_embeddings"] = config.pop("tie_word_embeddings")
+    whole |= {"text_config": config, "vision_config": {"hidden_size": 5}}
+    (path / "config.json").write_text(json.dumps(whole))
+    return path
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_part_of_a_model_that_knows_images_is_quantised(tmp_path, monkeypatch, tied):
+    for name, size in {"HEADS": 8, "KV_HEADS": 4}.items():  # what absent fields stand for
+        monkeypatch.setattr(tiny_gguf, name, size)
+    file = write(tmp_path / "source.gguf", "F32", "gemma3", tied)
+    plain = importer.import_gguf(file, tmp_path / "plain", dtype="float32")
+    whole = beside_images(plain, tmp_path / "whole")
+    assert np.array_equal(logits(plain), logits(whole))
+    made = quantize_model(whole, tmp_path / "made", weights="q4")
+    expected = quantize_model(plain, tmp_path / "expected", weights="q4")
+    codes = [
+        {tensor.name: tensor.data.tobytes() for tensor in GGUFReader(folder / "model.gguf").tensors}
+        for folder in (made, expected)
+    ]
+    assert codes[0] == codes[1]
+    assert np.array_equal(logits(made), logits(expected))
+    config = json.loads((made / "config.json").read_text())
+    assert config["architectures"] == ["Gemma3ForCausalLM"]
+    source_config = json.loads((whole / "config.json").read_text())
+    assert config["eos_token_id"] == source_config["eos_token_id"]
+    assert config["bos_token_id"] == 2
+    with quire.Engine(whole) as engine, quire.Engine(made) as other:
+        assert engine.info.eos_token_ids == other.info.eos_token_ids
+
+
+def test_a_text_part_that_is_none_is_refused(tmp_path):
+    file = write(tmp_path / "source.gguf", "F32", "gemma3")
+    whole = beside_images(importer.import_gguf(file, tmp_path / "plain"), tmp_path / "whole")
+    config = json.loads((whole / "config.json").read_text())
+    for text in (None, 3, []):
+        (whole / "config.json").write_text(json.dumps(config | {"text_config": text}))
+        with pytest.raises(quire.CorruptError, match='"text_config" is no JSON object'):
+            quantize_model(whole, tmp_path / "made")
 
 
 def test_quantising_says_how_far_it_is(tmp_path):

@@ -77,6 +77,38 @@ def test_round_trip_gives_the_checkpoint_back(tmp_path, arch, tied):
     assert config["rope_scaling"] is None
 
 
+@pytest.mark.parametrize("arch", ["mixtral", "qwen2moe", "qwen3moe", "deepseek2", "deepseek3"])
+def test_fused_experts_give_the_checkpoint_back(tmp_path, arch):
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), arch)
+    tiny_gguf.write_model(tmp_path / "m.gguf", weights, arch, fused=True)
+    file = gguf_reader.GgufFile(tmp_path / "m.gguf")
+    assert "blk.1.ffn_gate_up_exps.weight" in file.tensors
+    assert "blk.1.ffn_up_exps.weight" not in file.tensors
+    _, tensors = read_folder(import_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32"))
+    assert sorted(tensors) == sorted(weights)
+    for name, value in weights.items():
+        np.testing.assert_array_equal(tensors[name], value, err_msg=name)
+
+
+def test_experts_of_mixtral_give_the_checkpoint_back(tmp_path):
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "mixtral", tied=False)
+    tiny_gguf.write_model(
+        tmp_path / "m.gguf",
+        weights,
+        "mixtral",
+        change=change_of("llama.attention.sliding_window", "uint32", 6),
+    )
+    config, tensors = read_folder(import_gguf(tmp_path / "m.gguf", tmp_path / "out", "float32"))
+    assert sorted(tensors) == sorted(weights)
+    for name, value in weights.items():
+        np.testing.assert_array_equal(tensors[name], value, err_msg=name)
+    assert config["architectures"] == ["MixtralForCausalLM"]
+    assert config["model_type"] == "mixtral"
+    assert (config["num_local_experts"], config["num_experts_per_tok"]) == (4, 2)
+    assert (config["intermediate_size"], config["sliding_window"]) == (96, 6)
+    assert "attention_bias" not in config
+
+
 @pytest.mark.parametrize("arch,name", [("deepseek2", "deepseek_v2"), ("deepseek3", "deepseek_v3")])
 def test_latent_attention_gives_the_checkpoint_back(tmp_path, arch, name):
     """In one file matrices of latents are as in the checkpoint, in the other they are cut."""
@@ -539,7 +571,10 @@ REFUSED = {
         change_of("general.architecture", "string", "mamba"),
         'metadata "general.architecture": "mamba" is',
     ),
-    "experts": (change_of("llama.expert_count", "uint32", 8), "mixtures of experts"),
+    "experts": (
+        change_of("llama.expert_count", "uint32", 8),
+        '"llama.expert_used_count": is missing',
+    ),
     "a part": (
         change_of("split.count", "uint16", 3),
         "the file is part 1 of 3 of a model; join them with: llama-gguf-split --merge",
@@ -670,6 +705,41 @@ def factors(*values: float, name: str = "long", count: int = 8) -> tuple[str, np
 
 
 REFUSED_OF_OTHERS = {
+    "experts of an architecture that has none": (
+        "gemma2",
+        change_of("gemma2.expert_count", "uint32", 8),
+        '"gemma2.expert_count": mixtures of experts of gemma2 are not read; known are those of l',
+    ),
+    "no experts of Mixtral": (
+        "mixtral",
+        change_of("llama.expert_count", "uint32", 0),
+        'tensor "blk.0.ffn_gate.weight": is missing',
+    ),
+    "another number of Mixtral's": (
+        "mixtral",
+        change_of("llama.expert_count", "uint32", 5),
+        'tensor "blk.0.ffn_gate_inp.weight": has shape [4, 64], expected [5, 64]',
+    ),
+    "more of Mixtral's than there are": (
+        "mixtral",
+        change_of("llama.expert_used_count", "uint32", 5),
+        '"llama.expert_used_count": 5 lies outside of 1 to 4',
+    ),
+    "none of Mixtral's": (
+        "mixtral",
+        change_of("llama.expert_used_count", "uint32", 0),
+        '"llama.expert_used_count": 0 lies outside of 1 to 4',
+    ),
+    "weights that do not sum to 1": (
+        "mixtral",
+        change_of("llama.expert_weights_norm", "bool", False),
+        '"llama.expert_weights_norm": is false; weights of experts of llama sum to 1',
+    ),
+    "inner size of Mixtral's": (
+        "mixtral",
+        change_of("llama.feed_forward_length", "uint32", 95),
+        'tensor "blk.0.ffn_gate_exps.weight": has shape [4, 96, 64], expected [4, 95, 64]',
+    ),
     "no count": ("qwen3moe", lambda w: w.kv_data[0].pop("qwen3moe.expert_count"), "is missing"),
     "no experts": (
         "qwen3moe",
@@ -882,6 +952,72 @@ def test_wrong_metadata_of_experts_and_phi3_are_refused(tmp_path, name):
     assert os.listdir(tmp_path) == ["m.gguf"]
 
 
+def fused_with(change=None, missing=""):
+    """Writes qwen3moe with fused experts, without the tensor `missing` of layer 1."""
+
+    def write(path):
+        weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "qwen3moe")
+        if missing:
+            kept = [name for name in weights if f".1.{missing}" not in name]
+            weights = {name: weights[name] for name in kept}
+        tiny_gguf.write_model(path, weights, "qwen3moe", change=change, fused=True)
+
+    return write
+
+
+def with_both(path):
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "qwen3moe")
+    ups = tiny_gguf.stored_weights(weights, "qwen3moe")["blk.1.ffn_up_exps.weight"]
+    extra = [("blk.1.ffn_up_exps.weight", ups)]
+    tiny_gguf.write_model(path, weights, "qwen3moe", extra_tensors=extra, fused=True)
+
+
+def one_by_one(path):
+    """As converters wrote Mixtral until April 2024."""
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "mixtral")
+    of_experts = [name for name in weights if ".experts." in name]
+    extra = []
+    for name in of_experts:
+        _, _, layer, _, _, expert, part, _ = name.split(".")
+        stored = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}[part]
+        extra.append((f"blk.{layer}.{stored}.{expert}.weight", weights.pop(name)))
+    tiny_gguf.write_model(path, weights, "mixtral", extra_tensors=extra)
+
+
+def with_a_bias(path):
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "mixtral")
+    extra = [("blk.0.attn_q.bias", np.zeros(64, np.float32))]
+    tiny_gguf.write_model(path, weights, "mixtral", extra_tensors=extra)
+
+
+WRONG_EXPERTS = {
+    "the tensor of both": (
+        fused_with(missing="mlp.experts."),
+        'tensor "blk.1.ffn_gate_up_exps.weight": is missing',
+    ),
+    "inner size": (
+        fused_with(change_of("qwen3moe.expert_feed_forward_length", "uint32", 31)),
+        'tensor "blk.0.ffn_gate_up_exps.weight": has shape [4, 64, 64], expected [4, 62, 64]',
+    ),
+    "both and one": (with_both, 'tensor "blk.1.ffn_up_exps.weight": is not part of a qwen3moe'),
+    "one by one": (
+        one_by_one,
+        'tensor "blk.0.ffn_gate_exps.weight": is missing; the file has one for each expert',
+    ),
+    "a bias": (with_a_bias, 'tensor "blk.0.attn_q.bias": is not part of a llama model'),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_EXPERTS)
+def test_wrong_tensors_of_experts_are_refused(tmp_path, name):
+    write, message = WRONG_EXPERTS[name]
+    write(tmp_path / "m.gguf")
+    with memory_limit(64 << 20), pytest.raises(GgufError) as caught:
+        import_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    assert message in str(caught.value)
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
 def test_experts_of_all_layers_are_bounded(tmp_path):
     """A small file may say that it has 4096 layers of 16384 experts."""
 
@@ -895,7 +1031,9 @@ def test_experts_of_all_layers_are_bounded(tmp_path):
         import_gguf(tmp_path / "m.gguf", tmp_path / "out")
 
 
-@pytest.mark.parametrize("arch", ["phi3", "qwen2moe", "qwen3moe", "deepseek2", "mamba2"])
+@pytest.mark.parametrize(
+    "arch", ["phi3", "mixtral", "qwen2moe", "qwen3moe", "deepseek2", "mamba2"]
+)
 def test_each_tensor_that_is_missing_is_named(tmp_path, arch):
     weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), arch)
     stored = {name for name in tiny_gguf.stored_weights(weights, arch) if name.startswith("blk.1.")}

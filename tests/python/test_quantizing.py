@@ -261,3 +261,161 @@ def test_rows_of_no_whole_blocks_are_refused(tmp_path, monkeypatch):
     with pytest.raises(quire.BadArgumentError, match="no whole blocks of 256; q8 and q4"):
         quantize_model(source, tmp_path / "made", embeddings="q4k")
     quantize_model(source, tmp_path / "made", embeddings="q4")
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_experts": 3,
+    "tie_word_embeddings": True,
+}
+
+
+def of_experts(layers: int = 2) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(4)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, 64)}
+    for layer in range(layers):
+        mlp = f"model.layers.{layer}.mlp"
+        shapes[f"{mlp}.gate.weight"] = (3, 64)
+        for expert in range(3):
+            for part, shape in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32))):
+                shapes[f"{mlp}.experts.{expert}.{part}_proj.weight"] = shape
+    return {
+        name: generator.standard_normal(shape, np.float32) / 8 for name, shape in shapes.items()
+    }
+
+
+def write_folder(path: Path, values: dict[str, np.ndarray], config: dict[str, object]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    declarations = [Declaration(name, "F32", value.shape) for name, value in values.items()]
+    with SafetensorsWriter(str(path / "model.safetensors"), declarations) as writer:
+        for value in values.values():
+            writer.write(value)
+    return path
+
+
+def test_experts_lie_one_after_the_other_whatever_the_order_of_the_source(tmp_path):
+    values = of_experts()
+    shuffled = list(values)
+    random.Random(1).shuffle(shuffled)
+    source = write_folder(tmp_path / "source", {name: values[name] for name in shuffled}, EXPERTS)
+    found = stored(quantize_model(source, tmp_path / "made"))
+    assert set(found) == {"token_embd.weight"} | {
+        f"blk.{layer}.ffn_{part}.weight"
+        for layer in range(2)
+        for part in ("gate_inp", "gate_exps", "up_exps", "down_exps")
+    }
+    downs = found["blk.1.ffn_down_exps.weight"]
+    assert downs.tensor_type == GGMLQuantizationType.Q8_0
+    given = np.stack(
+        [values[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"] for expert in range(3)]
+    )
+    read = quants.dequantize(downs.data, downs.tensor_type)
+    assert read.shape == given.shape
+    assert np.array_equal(
+        read, quants.dequantize(quants.quantize(given, downs.tensor_type), downs.tensor_type)
+    )
+    router = found["blk.0.ffn_gate_inp.weight"]
+    assert np.array_equal(router.data, values["model.layers.0.mlp.gate.weight"])
+
+
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path):
+    """DeepSeek-V3 has one behind the last layer, with tensors that no decoder has."""
+    values = of_experts(layers=3) | {"model.layers.2.eh_proj.weight": np.ones((3, 5), np.float32)}
+    made = quantize_model(write_folder(tmp_path / "source", values, EXPERTS), tmp_path / "made")
+    assert not [name for name in stored(made) if name.startswith("blk.2")]
+
+
+MLP = "model.layers.1.mlp"
+ONE = f"{MLP}.experts.1.up_proj.weight"
+
+
+def without(*names: str):
+    return lambda values: {name: value for name, value in values.items() if name not in names}
+
+
+def instead(name: str, other: str):
+    return lambda values: {other if old == name else old: value for old, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    "change, config, error, message",
+    [
+        (without(ONE), {}, quire.CorruptError, "experts.2.up_proj.weight, and none of expert 1"),
+        (
+            without(ONE.replace(".1.up", ".2.up")),
+            {},
+            quire.CorruptError,
+            "experts.1.up_proj.weight is the last of 2 experts; .*config.json says 3",
+        ),
+        (
+            without(ONE.replace(".1.up", ".2.up")),
+            {"num_experts": None},
+            quire.CorruptError,
+            "experts.1.up_proj.weight is the last of 2 experts; .*weight says 3",
+        ),
+        (lambda values: values, {"num_experts": 4}, quire.CorruptError, "last of 3.* says 4"),
+        (lambda values: values, {"num_experts": "3"}, quire.CorruptError, "last of 3.* says '3'"),
+        (
+            lambda values: values | {ONE: np.ones((32, 32), np.float32)},
+            {},
+            quire.CorruptError,
+            r"experts.1.up_proj.weight has the shape \[32, 32\], .*\[32, 64\]; experts must be",
+        ),
+        (
+            instead(ONE, ONE.replace("experts.1", "experts.01")),
+            {},
+            quire.BadArgumentError,
+            "experts.01.up_proj.weight of F32 cannot be quantised",
+        ),
+        (
+            instead(ONE, ONE.replace("experts.1", "experts." + "9" * 5000)),
+            {},
+            quire.BadArgumentError,
+            "cannot be quantised",
+        ),
+        (
+            lambda values: values | {ONE.replace("weight", "bias"): np.ones(32, np.float32)},
+            {},
+            quire.BadArgumentError,
+            "experts.1.up_proj.bias of F32 cannot be quantised",
+        ),
+        (
+            lambda values: values | {f"{MLP}.experts.gate_up_proj": np.ones((3, 64), np.float32)},
+            {},
+            quire.BadArgumentError,
+            "experts.gate_up_proj of F32 cannot be quantised",
+        ),
+        (
+            lambda values: values
+            | {f"{place}.norm.weight": np.ones(64, np.float32) for place in ("x", "y")},
+            {},
+            quire.CorruptError,
+            "x.norm.weight and y.norm.weight stand for the same tensor",
+        ),
+    ],
+)
+def test_wrong_experts_are_refused_by_name(tmp_path, change, config, error, message):
+    source = write_folder(tmp_path / "source", change(of_experts()), EXPERTS | config)
+    with pytest.raises(error, match=message):
+        quantize_model(source, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_damage_of_experts_is_an_error_of_ours_or_none(tmp_path, seed):
+    source = write_folder(tmp_path / "source", of_experts(), EXPERTS)
+    file = source / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    generator = random.Random(seed)
+    (length,) = struct.unpack("<Q", data[:8])
+    for _ in range(generator.randint(1, 4)):
+        data[8 + generator.randrange(length)] = generator.choice(b'0123456789."[],{}ax')
+    file.write_bytes(data)
+    try:
+        quantize_model(source, tmp_path / "made")
+    except quire.QuireError:
+        assert not (tmp_path / "made").exists()
+    else:
+        assert (tmp_path / "made").is_dir()

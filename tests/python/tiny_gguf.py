@@ -14,7 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES, ExpertGatingFuncType
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
 GEMMA = ("gemma2", "gemma3")
 EXPERTS, EXPERT_INNER, SHARED_INNER = 4, 32, 64
-OF_EXPERTS = ("qwen2moe", "qwen3moe")
+OF_EXPERTS = ("mixtral", "qwen2moe", "qwen3moe")
 # Both call themselves deepseek2 in files: DeepSeek-V2 as first converters wrote it, and V3, whose
 # matrices of latents are stored apart.
 DEEPSEEK = ("deepseek2", "deepseek3")
@@ -88,7 +88,8 @@ def random_weights(
             shapes[prefix + "self_attn.o_proj.weight"] = (HIDDEN, queries)
         is_sparse = arch in OF_EXPERTS or (arch in DEEPSEEK and layer >= DENSE_LAYERS)
         for name, shape in _mlp_shapes(arch, is_sparse).items():
-            shapes[f"{prefix}mlp.{name}.weight"] = shape
+            block = "block_sparse_moe" if arch == "mixtral" else "mlp"
+            shapes[f"{prefix}{block}.{name}.weight"] = shape
         if arch == "deepseek3" and is_sparse:
             shapes[f"{prefix}mlp.gate.e_score_correction_bias"] = (EXPERTS,)
     shapes["model.norm.weight"] = (HIDDEN,)
@@ -189,6 +190,11 @@ def _mlp_shapes(arch: str, is_sparse: bool) -> dict[str, tuple[int, ...]]:
     if not is_sparse:
         return plain(INNER)
     shapes: dict[str, tuple[int, ...]] = {"gate": (EXPERTS, HIDDEN)}
+    if arch == "mixtral":
+        named = {"w1": (INNER, HIDDEN), "w2": (HIDDEN, INNER), "w3": (INNER, HIDDEN)}
+        for expert in range(EXPERTS):
+            shapes |= {f"experts.{expert}.{name}": shape for name, shape in named.items()}
+        return shapes
     for expert in range(EXPERTS):
         shapes |= plain(EXPERT_INNER, f"experts.{expert}.")
     if arch in DEEPSEEK:
@@ -219,6 +225,11 @@ _GGUF_PARTS = {
     "kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "kv_a_layernorm": "attn_kv_a_norm",
     "kv_b_proj": "attn_kv_b",
+    "k_b_proj": "attn_k_b",
+    "v_b_proj": "attn_v_b",
+    "w1": "ffn_gate",
+    "w2": "ffn_down",
+    "w3": "ffn_up",
     "qkv_proj": "attn_qkv",
     "gate_up_proj": "ffn_up",
     "gate": "ffn_gate_inp",
@@ -241,14 +252,18 @@ def gguf_name(name: str, arch: str = "llama") -> str:
     return f"{layer}{(_GEMMA_PARTS if arch in GEMMA else _GGUF_PARTS)[part]}{suffix}.{kind}"
 
 
-def stored_weights(weights: dict[str, np.ndarray], arch: str) -> dict[str, np.ndarray]:
+def stored_weights(
+    weights: dict[str, np.ndarray], arch: str, fused: bool = False
+) -> dict[str, np.ndarray]:
     """By the names and in the shapes of the file: those of all experts are one, a gate with one
-    output is a vector."""
+    output is a vector. `fused`: gate and up of experts are one, as the latest converters write."""
+    if fused:
+        return _with_fused_experts(stored_weights(weights, arch))
     if arch == "mamba2":
         return _stored_mamba2(weights)
     stored: dict[str, np.ndarray] = {}
     for name, value in weights.items():
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in ("llama", "mixtral") and ("q_proj" in name or "k_proj" in name):
             value = interleave_rotary(value, HEAD_DIM)
         if arch in GEMMA and name.endswith("norm.weight"):
             value = value + np.float32(1)
@@ -265,6 +280,16 @@ def stored_weights(weights: dict[str, np.ndarray], arch: str) -> dict[str, np.nd
             value = np.concatenate([stored.get(named, value[None][:0]), value[None]])
         stored[named] = value
     return stored
+
+
+def _with_fused_experts(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    fused = dict(stored)
+    for name, gates in stored.items():
+        if name.endswith("ffn_gate_exps.weight"):
+            ups = fused.pop(name.replace("gate", "up"))
+            del fused[name]
+            fused[name.replace("gate", "gate_up")] = np.concatenate([gates, ups], axis=1)
+    return fused
 
 
 # Kinds that the gguf package reads and cannot write: where a block has float16 scales, and what
@@ -308,10 +333,13 @@ def write_model(
     extra_tensors=(),
     vocabulary=None,
     other_types=None,
+    fused=False,
 ) -> None:
     """`change` is called with the writer after the metadata, to add to them. `vocabulary` adds
-    another tokenizer. `other_types`: those of matrices, by the last part of their names."""
-    writer = GGUFWriter(path, "deepseek2" if arch in DEEPSEEK else arch)
+    another tokenizer. `other_types`: those of matrices, by the last part of their names. `fused`:
+    see stored_weights."""
+    named = {"deepseek3": "deepseek2", "mixtral": "llama"}
+    writer = GGUFWriter(path, named.get(arch, arch))
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
@@ -333,7 +361,8 @@ def write_model(
     if arch in OF_EXPERTS or arch in DEEPSEEK:
         writer.add_expert_count(EXPERTS)
         writer.add_expert_used_count(2)
-        writer.add_expert_feed_forward_length(EXPERT_INNER)
+        if arch != "mixtral":
+            writer.add_expert_feed_forward_length(EXPERT_INNER)
     if arch == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(SHARED_INNER)
     if arch == "gemma2":
@@ -343,7 +372,7 @@ def write_model(
     if change:
         change(writer)
     others = {gguf_name(f"{part}.weight"): kind for part, kind in (other_types or {}).items()}
-    for name, value in stored_weights(weights, arch).items():
+    for name, value in stored_weights(weights, arch, fused).items():
         is_matrix = value.ndim > 1 and not any(part in name for part in _SMALL_PARTS)
         kind = matrix_type if is_matrix else GGMLQuantizationType.F32
         for other, other_kind in others.items():

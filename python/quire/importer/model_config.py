@@ -9,6 +9,7 @@ from .gguf_reader import GgufFile
 from .model_shape import (
     ARCHITECTURES,
     DEEPSEEK,
+    MIXTRAL,
     SIGMOID,
     ExpertShape,
     LatentShape,
@@ -62,13 +63,16 @@ def build_config(file: GgufFile, shape: ModelShape, dtype: str) -> dict[str, Any
     if shape.latent is not None:
         assert shape.experts is not None
         _apply_deepseek(file, shape.latent, shape.experts, config)
+    elif shape.is_mixtral:
+        assert shape.experts is not None
+        _apply_mixtral(file, shape.experts, config)
     elif shape.experts is not None:
         _apply_experts(file, arch, shape.experts, config)
     if arch == "phi3":
         _apply_phi3(file, shape, config)
-    if arch in ("llama", "qwen3", "qwen3moe"):
+    if arch in ("llama", "qwen3", "qwen3moe") and not shape.is_mixtral:
         config["attention_bias"] = shape.attention_bias
-    if arch == "llama":
+    if arch == "llama" and not shape.is_mixtral:
         config["mlp_bias"] = shape.mlp_bias
         _apply_sliding_window(file, config)
     return config
@@ -123,6 +127,19 @@ def _apply_gemma(file: GgufFile, shape: ModelShape, config: dict[str, Any]) -> N
         return
     for cap, default in _GEMMA2_CAPS.items():
         config[cap] = metadata.number(f"gemma2.{cap}", default=default)
+
+
+def _apply_mixtral(file: GgufFile, experts: ExpertShape, config: dict[str, Any]) -> None:
+    hf_class, model_type = MIXTRAL
+    window = file.metadata.integer("llama.attention.sliding_window", 0, 1 << 31, default=0)
+    config.update(
+        architectures=[hf_class],
+        model_type=model_type,
+        intermediate_size=experts.intermediate_size,
+        num_local_experts=experts.count,
+        num_experts_per_tok=experts.per_token,
+        sliding_window=window or None,
+    )
 
 
 def _apply_experts(

@@ -27,7 +27,9 @@ ARCHITECTURES = {
     "deepseek2": DEEPSEEK[SOFTMAX],
     "mamba2": ("Mamba2ForCausalLM", "mamba2"),
 }
-_OF_EXPERTS = ("qwen2moe", "qwen3moe", "deepseek2")
+# What files of the llama architecture with experts are.
+MIXTRAL = ("MixtralForCausalLM", "mixtral")
+_OF_EXPERTS = ("llama", "qwen2moe", "qwen3moe", "deepseek2")
 # Bounds for sizes in the metadata. The sizes are compared with the tensors' shapes as well; these
 # keep the products small.
 _SIZE_MAX = 1 << 24
@@ -41,7 +43,8 @@ _EXPERT_MATRICES_MAX = 1 << 18  # of all layers; largest known 69 120
 @dataclasses.dataclass(frozen=True)
 class ExpertShape:
     """Experts of a layer. `shared_size`: of one for all tokens; 0: there is none. The first
-    `dense_layers` have no experts. `has_choice_bias`: a bias takes part in their choice."""
+    `dense_layers` have no experts. `has_choice_bias`: a bias takes part in their choice.
+    `is_fused`: the file has gate and up as one tensor."""
 
     count: int
     per_token: int
@@ -49,6 +52,7 @@ class ExpertShape:
     shared_size: int
     dense_layers: int = 0
     has_choice_bias: bool = False
+    is_fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +110,10 @@ class ModelShape:
     @property
     def is_gemma(self) -> bool:
         return self.architecture in ("gemma2", "gemma3")
+
+    @property
+    def is_mixtral(self) -> bool:
+        return self.architecture == "llama" and self.experts is not None
 
 
 def read_shape(file: GgufFile) -> ModelShape:
@@ -237,7 +245,12 @@ def _experts(
                 f"{', '.join(_OF_EXPERTS)}",
             )
         return None
-    count = metadata.integer(key, 1, _EXPERTS_MAX)
+    may_have_none = arch == "llama"
+    count = metadata.integer(
+        key, 0 if may_have_none else 1, _EXPERTS_MAX, default=0 if may_have_none else None
+    )
+    if count == 0:
+        return None
     if 3 * count * layer_count > _EXPERT_MATRICES_MAX:
         raise metadata.error(
             key,
@@ -246,15 +259,22 @@ def _experts(
         )
     per_token = metadata.integer(f"{arch}.expert_used_count", 1, count)
     if arch == "deepseek2":
-        return _deepseek_experts(file, count, per_token, layer_count)
+        experts = _deepseek_experts(file, count, per_token, layer_count)
+    else:
+        experts = _plain_experts(file, arch, count, per_token, intermediate_size)
+    fused = f"blk.{experts.dense_layers}.ffn_gate_up_exps.weight"
+    return dataclasses.replace(experts, is_fused=fused in file.tensors)
+
+
+def _plain_experts(
+    file: GgufFile, arch: str, count: int, per_token: int, intermediate_size: int
+) -> ExpertShape:
+    metadata = file.metadata
     _check_experts_are_plain(file, arch)
-    # Where the first files do not say it, experts divide the inner size among them.
-    size = metadata.integer(
-        f"{arch}.expert_feed_forward_length",
-        1,
-        _SIZE_MAX,
-        default=max(intermediate_size // per_token, 1),
-    )
+    # Where the first files do not say it, experts divide the inner size among them; those of
+    # Mixtral each have it.
+    default = intermediate_size if arch == "llama" else max(intermediate_size // per_token, 1)
+    size = metadata.integer(f"{arch}.expert_feed_forward_length", 1, _SIZE_MAX, default=default)
     shared_size = 0
     if arch == "qwen2moe":
         shared_size = metadata.integer(
@@ -315,6 +335,9 @@ def _check_experts_are_plain(file: GgufFile, arch: str) -> None:
     scale = metadata.number(key, default=1.0)
     if scale != 1:
         raise metadata.error(key, f"{scale} is not known for {arch}; known is 1")
+    key = f"{arch}.expert_weights_norm"
+    if arch == "llama" and not metadata.boolean(key, default=True):
+        raise metadata.error(key, "is false; weights of experts of llama sum to 1")
 
 
 def _kv_head_count(file: GgufFile, arch: str, head_count: int) -> int:

@@ -68,7 +68,7 @@ class _Expected(NamedTuple):
     shape: tuple[int, ...]
     rotary_head_dim: int = 0
     value_offset: float = 0.0
-    expert: int = 0
+    expert: int = 0  # which of the matrices in the source
     stored_shape: tuple[int, ...] = ()  # (): `shape`
     head_values: str = ""  # Weight.head_values, and its shape
     head_values_shape: tuple[int, ...] = ()
@@ -93,7 +93,11 @@ def _find(file: GgufFile, item: _Expected) -> Weight:
 def _find_tensor(file: GgufFile, name: str, shape: tuple[int, ...]) -> TensorInfo:
     tensor = file.tensors.get(name)
     if tensor is None:
-        raise file.tensor_error(name, "is missing")
+        of_one = name.replace("_exps.", ".0.")
+        old = "; the file has one for each expert, as first converters wrote: convert it again"
+        raise file.tensor_error(
+            name, "is missing" + (old if of_one != name and of_one in file.tensors else "")
+        )
     if tensor.shape != shape:
         raise file.tensor_error(
             name, f"has shape {list(tensor.shape)}, expected {list(shape)} from the metadata"
@@ -253,28 +257,28 @@ def _expected_latent(latent: LatentShape, heads: int, hidden: int) -> Iterator[_
 
 
 def _expected_experts(shape: ModelShape, experts: ExpertShape) -> Iterator[_Expected]:
-    hidden = shape.hidden_size
+    hidden, inner, shared = shape.hidden_size, experts.intermediate_size, experts.shared_size
+    block = "block_sparse_moe" if shape.is_mixtral else "mlp"
     shared_name = "shared_expert" if shape.latent is None else "shared_experts"
-    yield _Expected("mlp.gate.weight", "ffn_gate_inp.weight", (experts.count, hidden))
+    yield _Expected(f"{block}.gate.weight", "ffn_gate_inp.weight", (experts.count, hidden))
     if experts.has_choice_bias:
         yield _Expected(
             "mlp.gate.e_score_correction_bias", "exp_probs_b.bias", (experts.count,)
         )
-    for name, source, is_down in (
-        ("gate_proj", "ffn_gate", False),
-        ("up_proj", "ffn_up", False),
-        ("down_proj", "ffn_down", True),
+    for name, name_of_mixtral, source in (
+        ("gate_proj", "w1", "ffn_gate"),
+        ("up_proj", "w3", "ffn_up"),
+        ("down_proj", "w2", "ffn_down"),
     ):
-        inner, shared = experts.intermediate_size, experts.shared_size
-        matrix = (hidden, inner) if is_down else (inner, hidden)
+        is_down = source == "ffn_down"
         for expert in range(experts.count):
-            yield _Expected(
-                f"mlp.experts.{expert}.{name}.weight",
+            named = name_of_mixtral if shape.is_mixtral else name
+            item = _Expected(
+                f"{block}.experts.{expert}.{named}.weight",
                 f"{source}_exps.weight",
-                matrix,
-                expert=expert,
-                stored_shape=(experts.count, *matrix),
+                (hidden, inner) if is_down else (inner, hidden),
             )
+            yield _of_all_experts(item, experts, expert, source)
         if shared:
             yield _Expected(
                 f"mlp.{shared_name}.{name}.weight",
@@ -290,7 +294,23 @@ def _expected_experts(shape: ModelShape, experts: ExpertShape) -> Iterator[_Expe
         )
 
 
+def _of_all_experts(
+    item: _Expected, experts: ExpertShape, expert: int, source: str
+) -> _Expected:
+    """A matrix of one expert, in the tensor of all."""
+    rows, columns = item.shape
+    if not experts.is_fused or source == "ffn_down":
+        return item._replace(expert=expert, stored_shape=(experts.count, rows, columns))
+    return item._replace(
+        source="ffn_gate_up_exps.weight",
+        expert=2 * expert + (source == "ffn_up"),
+        stored_shape=(experts.count, 2 * rows, columns),
+    )
+
+
 def _has_bias(shape: ModelShape, source: str) -> bool:
+    if shape.is_mixtral:
+        return False
     if source.startswith("ffn"):
         return shape.mlp_bias and shape.architecture == "llama"
     if shape.architecture in ("qwen2", "qwen2moe"):  # always on q, k and v, never on the output

@@ -8,7 +8,7 @@ namespace quire {
 namespace {
 
 constexpr const Architecture* kArchitectures[] = {
-    &kLlama,  &kMistral, &kQwen2,      &kQwen3,  &kQwen2Moe,  &kQwen3Moe,   &kPhi3,
+    &kLlama,  &kMistral, &kMixtral,    &kQwen2,  &kQwen3,     &kQwen2Moe,   &kQwen3Moe,  &kPhi3,
     &kGemma2, &kGemma3,  &kGemma3Text, &kMamba2, &kQwen3Next, &kDeepseekV2, &kDeepseekV3};
 
 }  // namespace

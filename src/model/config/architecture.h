@@ -8,6 +8,7 @@
 
 #include "model/config/expert_config.h"
 #include "model/config/model_config.h"
+#include "model/config/rope_config.h"
 #include "quire/status.h"
 
 namespace quire {
@@ -34,6 +35,14 @@ enum class MixerRule : uint8_t {
   kLatent,          // latent attention in all layers
 };
 
+// Names of an MLP's tensors, and of an expert's.
+struct MlpNames {
+  std::string_view block = "mlp";
+  std::string_view gate = "gate_proj";
+  std::string_view up = "up_proj";
+  std::string_view down = "down_proj";
+};
+
 // Names of tensors.
 struct DecoderNames {
   std::string_view head = "lm_head";
@@ -44,6 +53,7 @@ struct DecoderNames {
   std::string_view mlp_norm = "post_attention_layernorm";  // empty: layers have no MLP
   std::string_view mlp_output_norm = "";                   // empty: there is none
   std::string_view final_norm = "model.norm";
+  MlpNames mlp = {};
 };
 
 // In the Gemma family post_attention_layernorm stands after attention, not before the MLP.
@@ -69,6 +79,7 @@ struct Architecture {
   int64_t window_pattern = 0;  // kPattern: which n, if sliding_window_pattern does not say
   bool local_rope = false;     // layers with a window have rotary parameters of their own
 
+  RopeDefaults rope = {};
   MixerRule mixers = MixerRule::kPlainAttention;
   DecoderNames names = {};
   float norm_offset = 0.0F;                             // of norm weights
@@ -82,6 +93,7 @@ extern const Architecture kMistral;     // mistral.cc
 extern const Architecture kQwen2;       // qwen2.cc: Qwen2, Qwen2.5
 extern const Architecture kQwen3;       // qwen3.cc
 extern const Architecture kPhi3;        // phi3.cc: Phi-3 to Phi-4
+extern const Architecture kMixtral;     // mixtral.cc
 extern const Architecture kQwen2Moe;    // qwen_moe.cc
 extern const Architecture kQwen3Moe;    // qwen_moe.cc
 extern const Architecture kGemma2;      // gemma2.cc

@@ -16,16 +16,17 @@ constexpr double kMaxScale = 1e6;                  // 16
 
 Result<ExpertConfig> ReadExpertConfig(const JsonValue& json, const ExpertDefaults& defaults) {
   ExpertConfig config;
-  // Qwen3-MoE's other name for it.
+  // Mixtral's name for it, and Qwen3-MoE's other one.
   const bool is_local = !json.json().contains("num_experts");
   QUIRE_ASSIGN_OR_RETURN(config.count, json.GetIntOr(is_local ? "num_local_experts" : "num_experts",
                                                      defaults.count, 0, kMaxExperts));
   if (config.count == 0) return config;
   QUIRE_ASSIGN_OR_RETURN(config.per_token,
                          json.GetIntOr("num_experts_per_tok", defaults.per_token, 1, config.count));
-  QUIRE_ASSIGN_OR_RETURN(
-      config.intermediate_size,
-      json.GetIntOr("moe_intermediate_size", defaults.intermediate_size, 1, kMaxIntermediate));
+  const bool is_of_model = defaults.intermediate_size == 0;
+  QUIRE_ASSIGN_OR_RETURN(config.intermediate_size,
+                         json.GetIntOr(is_of_model ? "intermediate_size" : "moe_intermediate_size",
+                                       defaults.intermediate_size, 1, kMaxIntermediate));
   QUIRE_ASSIGN_OR_RETURN(config.normalises, json.GetBoolOr("norm_topk_prob", defaults.normalises));
   if (defaults.shared_intermediate_size == 0) return config;
   QUIRE_ASSIGN_OR_RETURN(config.shared_intermediate_size,

@@ -1,5 +1,5 @@
-// What config.json says about mixtures of experts: Qwen2-MoE, Qwen3-MoE, Qwen3-Next, DeepSeek-V2
-// and V3.
+// What config.json says about mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next,
+// DeepSeek-V2 and V3.
 #ifndef QUIRE_MODEL_CONFIG_EXPERT_CONFIG_H_
 #define QUIRE_MODEL_CONFIG_EXPERT_CONFIG_H_
 
@@ -38,16 +38,16 @@ struct ExpertConfig {
 
 inline constexpr int64_t kMaxExpertGroups = 64;  // bits of a mask; largest known 8
 
-// What transformers takes for fields of the Qwen family that are absent.
+// What transformers takes for fields of Mixtral and the Qwen family that are absent.
 struct ExpertDefaults {
   int64_t count = 0;  // 0: the architecture has no experts
   int64_t per_token = 0;
-  int64_t intermediate_size = 0;
+  int64_t intermediate_size = 0;         // 0: that of the model, which has no other MLPs
   int64_t shared_intermediate_size = 0;  // 0: there is no shared expert, whatever the field says
   bool normalises = false;
 };
 
-// The fields of the Qwen family.
+// The fields of Mixtral and the Qwen family.
 Result<ExpertConfig> ReadExpertConfig(const JsonValue& json, const ExpertDefaults& defaults);
 // [layer], 1 for experts: each decoder_sparse_step-th layer that is not in mlp_only_layers.
 Result<std::vector<uint8_t>> ReadSparseLayers(const JsonValue& json, int64_t layer_count,

@@ -24,7 +24,6 @@ constexpr double kMaxSoftCap = 1e6;  // 50; that of AttentionLayerSpec
 constexpr int64_t kDefaultMaxWindowLayers = 28;
 constexpr int64_t kGemmaHeadDim = 256;
 constexpr int64_t kHybridHeadDim = 256;
-constexpr double kHybridRotaryPart = 0.25;
 constexpr int64_t kGemmaQueryScalar = 256;
 constexpr int64_t kGemmaWindow = 4096;
 constexpr double kGemma2AttentionCap = 50;
@@ -225,10 +224,11 @@ void ExtendPositions(ModelConfig& config) {
       std::max(config.max_position_embeddings, static_cast<int64_t>(reached));
 }
 
-Status ReadRope(const JsonValue& json, bool has_local, ModelConfig& config) {
-  if (!has_local) {
-    QUIRE_ASSIGN_OR_RETURN(config.rope,
-                           ReadRopeOptions(json, config.head_dim, config.max_position_embeddings));
+Status ReadRope(const JsonValue& json, const Architecture& architecture, ModelConfig& config) {
+  if (!architecture.local_rope) {
+    QUIRE_ASSIGN_OR_RETURN(
+        config.rope,
+        ReadRopeOptions(json, config.head_dim, config.max_position_embeddings, architecture.rope));
     ExtendPositions(config);
     return Status();
   }
@@ -265,11 +265,7 @@ Status ReadHybrid(const JsonValue& json, const Architecture& architecture, Model
   QUIRE_ASSIGN_OR_RETURN(config.gated_delta, ReadGatedDeltaConfig(json));
   QUIRE_ASSIGN_OR_RETURN(config.mixers, ReadMixers(json, config.num_hidden_layers));
   QUIRE_RETURN_IF_ERROR(ReadExperts(json, architecture, config));
-  QUIRE_ASSIGN_OR_RETURN(
-      config.rope,
-      ReadRopeOptions(json, config.head_dim, config.max_position_embeddings, kHybridRotaryPart));
-  ExtendPositions(config);
-  return Status();
+  return ReadRope(json, architecture, config);
 }
 
 // Key heads are the query heads: what is kept of a token is expanded to as many.
@@ -318,8 +314,8 @@ Status ReadLatent(const JsonValue& json, const Architecture& architecture, Model
   return Status();
 }
 
-// Which layers of mixtures of experts have windows is told in several ways. No published model has
-// any.
+// Which layers of mixtures of experts of the Qwen family have windows is told in several ways. No
+// published model has any.
 Status RequireNoWindow(const JsonValue& json) {
   QUIRE_ASSIGN_OR_RETURN(const bool enabled, json.GetBoolOr("use_sliding_window", false));
   if (!enabled) return Status();
@@ -339,8 +335,9 @@ Status ReadLlamaLike(const JsonValue& json, const Architecture& architecture, Mo
   QUIRE_RETURN_IF_ERROR(ReadAttentionSizes(json, config));
   QUIRE_RETURN_IF_ERROR(ReadHeads(json, is_gemma ? kGemmaHeadDim : 0, config));
   QUIRE_RETURN_IF_ERROR(ReadFlags(json, is_gemma, config));
-  if (architecture.experts.count > 0) {
-    QUIRE_RETURN_IF_ERROR(ReadExperts(json, architecture, config));
+  const bool has_experts = architecture.experts.count > 0;
+  if (has_experts) QUIRE_RETURN_IF_ERROR(ReadExperts(json, architecture, config));
+  if (has_experts && architecture.window == WindowRule::kNone) {
     QUIRE_RETURN_IF_ERROR(RequireNoWindow(json));
   } else {
     QUIRE_RETURN_IF_ERROR(ReadWindow(json, is_gemma, config.num_hidden_layers, config.window));
@@ -348,7 +345,7 @@ Status ReadLlamaLike(const JsonValue& json, const Architecture& architecture, Mo
   config.mixers.assign(static_cast<size_t>(config.num_hidden_layers), MixerKind::kPlainAttention);
   config.query_scalar = static_cast<double>(config.head_dim);
   if (is_gemma) QUIRE_RETURN_IF_ERROR(ReadGemma(json, architecture, config));
-  QUIRE_RETURN_IF_ERROR(ReadRope(json, architecture.local_rope, config));
+  QUIRE_RETURN_IF_ERROR(ReadRope(json, architecture, config));
   return architecture.fused ? RequireKnownToPhi3(json, config) : Status();
 }
 

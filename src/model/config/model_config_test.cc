@@ -331,10 +331,10 @@ TEST(Architecture, IsFoundByNameOrListsTheKnownOnes) {
   EXPECT_EQ(unknown.status().code(), StatusCode::kBadArgument);
   EXPECT_EQ(unknown.status().message(),
             "m/config.json.architectures: \"GPT2LMHead\" is not known; known are LlamaForCausalLM, "
-            "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen2MoeForCausalLM, "
-            "Qwen3MoeForCausalLM, Phi3ForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, "
-            "Gemma3ForConditionalGeneration, Mamba2ForCausalLM, Qwen3NextForCausalLM, "
-            "DeepseekV2ForCausalLM, DeepseekV3ForCausalLM");
+            "MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+            "Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, Phi3ForCausalLM, Gemma2ForCausalLM, "
+            "Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Mamba2ForCausalLM, "
+            "Qwen3NextForCausalLM, DeepseekV2ForCausalLM, DeepseekV3ForCausalLM");
 }
 
 struct WindowCase {
@@ -350,6 +350,7 @@ TEST(Architecture, SaysWhichLayersHaveAWindow) {
       {kMistral, {{"sliding_window", nullptr}}, {0, 0}},
       {kMistral, {{"sliding_window", 2047}}, {2047, 2047}},
       {kMistral, {{"sliding_window", 2048}}, {0, 0}},  // all positions that there are
+      {kMixtral, {{"sliding_window", 100}}, {100, 100}},
       {kPhi3, {{"sliding_window", 100}}, {100, 100}},
       {kQwen3Moe, {{"sliding_window", 100}}, {0, 0}},
       {kQwen2Moe, {{"sliding_window", 0}}, {0, 0}},  // as transformers 5 writes it
@@ -533,8 +534,28 @@ TEST(ModelConfig, ReadsTheExpertsOfTheQwenFamily) {
   EXPECT_EQ(config.sparse_layers, (std::vector<uint8_t>{1, 0}));
 }
 
+TEST(ModelConfig, ReadsTheExpertsOfMixtral) {
+  Json json = With(OldForm(), "architectures", {"MixtralForCausalLM"});
+  for (const char* const field : {"rope_theta", "rope_scaling"}) json.erase(field);
+  const ModelConfig filled = ParseOk(json);
+  EXPECT_EQ(filled.experts.count, 8);
+  EXPECT_EQ(filled.experts.per_token, 2);
+  EXPECT_EQ(filled.experts.intermediate_size, filled.intermediate_size);
+  EXPECT_EQ(filled.experts.shared_intermediate_size, 0);
+  EXPECT_TRUE(filled.experts.normalises);
+  EXPECT_EQ(filled.sparse_layers, (std::vector<uint8_t>{1, 1}));
+  EXPECT_EQ(filled.rope.theta, 1e6);
+  json.update({{"num_local_experts", 6}, {"num_experts_per_tok", 3}, {"rope_theta", 500.0}});
+  const ModelConfig config = ParseOk(json);
+  EXPECT_EQ(config.experts.count, 6);
+  EXPECT_EQ(config.experts.per_token, 3);
+  EXPECT_EQ(config.rope.theta, 500);
+}
+
 TEST(ModelConfig, NamesWhatExpertsAndPhi3MayNotSay) {
   const std::tuple<const char*, const char*, Json, const char*> cases[] = {
+      {"MixtralForCausalLM", "num_experts_per_tok", 9, ".num_experts_per_tok: 9 is not in"},
+      {"MixtralForCausalLM", "num_local_experts", -1, ".num_local_experts: -1 is not in"},
       {"Qwen3MoeForCausalLM", "num_experts", 1 << 20, ".num_experts: 1048576 is not in"},
       {"Qwen3MoeForCausalLM", "num_experts_per_tok", 129, ".num_experts_per_tok: 129 is not in"},
       {"Qwen2MoeForCausalLM", "moe_intermediate_size", 0, ".moe_intermediate_size: 0 is not in"},

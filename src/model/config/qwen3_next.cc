@@ -6,6 +6,7 @@ namespace quire {
 
 const Architecture kQwen3Next = {
     .name = "Qwen3NextForCausalLM",
+    .rope = {.part = 0.25},
     .mixers = MixerRule::kHybrid,
     .norm_offset = 1.0F,
     .experts = {.count = 512,

@@ -11,8 +11,6 @@
 namespace quire {
 namespace {
 
-constexpr double kDefaultTheta =
-    10000.0;  // of all architectures in the registry, as in transformers
 constexpr double kMinTheta = 1.0;
 constexpr double kMaxTheta = 1e12;
 
@@ -269,18 +267,19 @@ Result<RopeOptions> ReadLayerKind(const Source& outside, std::string_view kind,
 }  // namespace
 
 Result<RopeOptions> ReadRopeOptions(const JsonValue& config, int64_t head_dim,
-                                    int64_t max_position_embeddings, double default_part) {
+                                    int64_t max_position_embeddings, const RopeDefaults& defaults) {
   QUIRE_ASSIGN_OR_RETURN(const Source source,
                          FindSource(config, head_dim, max_position_embeddings));
   QUIRE_RETURN_IF_ERROR(CheckNotPerLayer(source));
-  QUIRE_ASSIGN_OR_RETURN(const double theta, NumberNearOrFar(source, "rope_theta", kDefaultTheta,
+  QUIRE_ASSIGN_OR_RETURN(const double theta, NumberNearOrFar(source, "rope_theta", defaults.theta,
                                                              kMinTheta, kMaxTheta));
-  return ReadFrom(source, theta, default_part);
+  return ReadFrom(source, theta, defaults.part);
 }
 
 Result<LayerRopes> ReadLayerRopes(const JsonValue& config, int64_t head_dim,
                                   int64_t max_position_embeddings) {
   constexpr double kFullTheta = 1e6;
+  constexpr double kSlidingTheta = 10000.0;
   QUIRE_ASSIGN_OR_RETURN(const Source scaled,
                          FindSource(config, head_dim, max_position_embeddings));
   LayerRopes ropes;
@@ -289,7 +288,7 @@ Result<LayerRopes> ReadLayerRopes(const JsonValue& config, int64_t head_dim,
   // rope_scaling is that of full attention.
   const Source plain{config, config, head_dim, max_position_embeddings};
   QUIRE_ASSIGN_OR_RETURN(ropes.sliding, ReadLayerKind(plain, "sliding_attention",
-                                                      "rope_local_base_freq", kDefaultTheta));
+                                                      "rope_local_base_freq", kSlidingTheta));
   if (ropes.sliding.scaling != RopeScaling::kDynamic) return ropes;
   return Status(StatusCode::kBadArgument,
                 config.path() +

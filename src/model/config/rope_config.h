@@ -11,10 +11,16 @@
 
 namespace quire {
 
-// BadArgument names the field. The result has passed ComputeRopeFrequencies. `default_part`:
-// partial_rotary_factor where it is absent.
+// What transformers takes for fields that are absent.
+struct RopeDefaults {
+  double theta = 10000.0;  // rope_theta
+  double part = 1.0;       // partial_rotary_factor
+};
+
+// BadArgument names the field. The result has passed ComputeRopeFrequencies.
 Result<RopeOptions> ReadRopeOptions(const JsonValue& config, int64_t head_dim,
-                                    int64_t max_position_embeddings, double default_part = 1.0);
+                                    int64_t max_position_embeddings,
+                                    const RopeDefaults& defaults = {});
 
 // Where layers with and without a window have parameters of their own (Gemma 3): rope_parameters
 // with an object per kind, or rope_theta and rope_scaling for full attention and

@@ -1,6 +1,7 @@
 #include "model/layers/gated_mlp.h"
 
 #include <algorithm>
+#include <string_view>
 #include <vector>
 
 namespace quire {
@@ -9,11 +10,12 @@ Result<GatedMlp> GatedMlp::Load(WeightLoader& loader, const std::string& prefix,
                                 const GatedMlpShape& shape) {
   GatedMlp mlp;
   mlp.activation_ = shape.activation;
-  std::vector<LinearPart> parts = {{prefix + "gate_proj", shape.intermediate_size},
-                                   {prefix + "up_proj", shape.intermediate_size}};
+  const auto name = [&](std::string_view part) { return prefix + std::string(part); };
+  std::vector<LinearPart> parts = {{name(shape.names.gate), shape.intermediate_size},
+                                   {name(shape.names.up), shape.intermediate_size}};
   if (shape.fused) parts = {{prefix + "gate_up_proj", 2 * shape.intermediate_size}};
   QUIRE_ASSIGN_OR_RETURN(mlp.gate_up_, loader.Linear(parts, shape.hidden_size, shape.has_bias));
-  QUIRE_ASSIGN_OR_RETURN(mlp.down_, loader.Linear({{prefix + "down_proj", shape.hidden_size}},
+  QUIRE_ASSIGN_OR_RETURN(mlp.down_, loader.Linear({{name(shape.names.down), shape.hidden_size}},
                                                   shape.intermediate_size, shape.has_bias));
   return mlp;
 }

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "kernels/activation.h"
+#include "model/config/architecture.h"
 #include "model/layers/mixer.h"
 #include "model/weights/weights.h"
 #include "quire/status.h"
@@ -19,11 +20,12 @@ struct GatedMlpShape {
   bool has_bias = false;
   bool fused = false;  // the checkpoint has gate and up as one matrix
   Activation activation = Activation::kSilu;
+  MlpNames names = {};
 };
 
 class GatedMlp final : public Mlp {
  public:
-  // The tensors `prefix`gate_proj, up_proj (or gate_up_proj) and down_proj.
+  // The tensors of shape.names behind `prefix`, or gate_up_proj in place of gate and up.
   static Result<GatedMlp> Load(WeightLoader& loader, const std::string& prefix,
                                const GatedMlpShape& shape);
 

@@ -92,9 +92,14 @@ Result<std::unique_ptr<Mixer>> LoadMixer(const LayerInputs& inputs, int64_t inde
 
 Result<std::unique_ptr<Mlp>> LoadMlp(const LayerInputs& inputs, int64_t index) {
   const ModelConfig& config = inputs.config;
-  const std::string prefix = LayerPrefix(inputs, index) + "mlp.";
+  const MlpNames& names = inputs.architecture.names.mlp;
+  const std::string prefix = LayerPrefix(inputs, index) + std::string(names.block) + ".";
   if (IsSparse(config, index)) {
-    return SparseMlp::Load(inputs.loader, prefix, config.hidden_size, config.activation,
+    return SparseMlp::Load(inputs.loader, prefix,
+                           {.hidden_size = config.hidden_size,
+                            .intermediate_size = config.experts.intermediate_size,
+                            .activation = config.activation,
+                            .names = names},
                            config.experts);
   }
   QUIRE_ASSIGN_OR_RETURN(GatedMlp mlp,
@@ -103,7 +108,8 @@ Result<std::unique_ptr<Mlp>> LoadMlp(const LayerInputs& inputs, int64_t index) {
                                          .intermediate_size = config.intermediate_size,
                                          .has_bias = HasBias(inputs.architecture.mlp_bias, config),
                                          .fused = inputs.architecture.fused,
-                                         .activation = config.activation}));
+                                         .activation = config.activation,
+                                         .names = names}));
   return std::unique_ptr<Mlp>(std::make_unique<GatedMlp>(std::move(mlp)));
 }
 

@@ -14,34 +14,30 @@ struct SparseMlp::Buffers {
 };
 
 Result<std::unique_ptr<Mlp>> SparseMlp::Load(WeightLoader& loader, const std::string& prefix,
-                                             int64_t hidden_size, Activation activation,
+                                             const GatedMlpShape& expert,
                                              const ExpertConfig& config) {
   auto mlp = std::make_unique<SparseMlp>();
-  mlp->hidden_size_ = hidden_size;
+  mlp->hidden_size_ = expert.hidden_size;
   mlp->config_ = config;
-  QUIRE_ASSIGN_OR_RETURN(mlp->router_, ExpertRouter::Load(loader, prefix, hidden_size, config));
-  const GatedMlpShape shape{.hidden_size = hidden_size,
-                            .intermediate_size = config.intermediate_size,
-                            .activation = activation};
+  QUIRE_ASSIGN_OR_RETURN(mlp->router_,
+                         ExpertRouter::Load(loader, prefix, expert.hidden_size, config));
   for (int64_t e = 0; e < config.count; ++e) {
     const std::string name = prefix + "experts." + std::to_string(e) + ".";
-    QUIRE_ASSIGN_OR_RETURN(GatedMlp expert, GatedMlp::Load(loader, name, shape));
-    mlp->experts_.push_back(std::move(expert));
+    QUIRE_ASSIGN_OR_RETURN(GatedMlp loaded, GatedMlp::Load(loader, name, expert));
+    mlp->experts_.push_back(std::move(loaded));
   }
-  QUIRE_RETURN_IF_ERROR(mlp->LoadShared(loader, prefix, activation));
+  QUIRE_RETURN_IF_ERROR(mlp->LoadShared(loader, prefix, expert));
   return std::unique_ptr<Mlp>(std::move(mlp));
 }
 
 Status SparseMlp::LoadShared(WeightLoader& loader, const std::string& prefix,
-                             Activation activation) {
+                             const GatedMlpShape& expert) {
   if (config_.shared_intermediate_size == 0) return Status();
   const std::string name = prefix + std::string(config_.shared_name);
-  QUIRE_ASSIGN_OR_RETURN(shared_,
-                         GatedMlp::Load(loader, name + ".",
-                                        {.hidden_size = hidden_size_,
-                                         .intermediate_size = config_.shared_intermediate_size,
-                                         .has_bias = config_.has_shared_bias,
-                                         .activation = activation}));
+  GatedMlpShape shape = expert;
+  shape.intermediate_size = config_.shared_intermediate_size;
+  shape.has_bias = config_.has_shared_bias;
+  QUIRE_ASSIGN_OR_RETURN(shared_, GatedMlp::Load(loader, name + ".", shape));
   if (!config_.has_shared_gate) return Status();
   QUIRE_ASSIGN_OR_RETURN(shared_gate_, loader.Linear({{name + "_gate", 1}}, hidden_size_, false));
   return Status();

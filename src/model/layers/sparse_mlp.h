@@ -23,10 +23,9 @@ namespace quire {
 // expert, whichever other tokens go to them.
 class SparseMlp final : public Mlp {
  public:
-  // Tensors under `prefix`, as transformers names them.
+  // Tensors under `prefix`, as transformers names them. `expert`: the shape of one.
   static Result<std::unique_ptr<Mlp>> Load(WeightLoader& loader, const std::string& prefix,
-                                           int64_t hidden_size, Activation activation,
-                                           const ExpertConfig& config);
+                                           const GatedMlpShape& expert, const ExpertConfig& config);
 
   int64_t row_floats() const override;
   size_t ScratchBytes(const RowOps& ops, int64_t row_count) const override;
@@ -37,7 +36,7 @@ class SparseMlp final : public Mlp {
   struct Buffers;
 
   int64_t expert_floats() const;
-  Status LoadShared(WeightLoader& loader, const std::string& prefix, Activation activation);
+  Status LoadShared(WeightLoader& loader, const std::string& prefix, const GatedMlpShape& expert);
   Buffers Divide(const MixerRun& run) const;
   void AddExpert(int64_t expert, const MixerRun& run, const Buffers& b) const;
   void RunShared(const MixerRun& run, const Buffers& b) const;

@@ -19,6 +19,7 @@ bool IsGemma(const TestModel& model) { return model.architecture.starts_with("Ge
 bool IsMamba(const TestModel& model) { return model.architecture == "Mamba2ForCausalLM"; }
 bool IsHybrid(const TestModel& model) { return model.architecture == "Qwen3NextForCausalLM"; }
 bool IsPhi3(const TestModel& model) { return model.architecture == "Phi3ForCausalLM"; }
+bool IsMixtral(const TestModel& model) { return model.architecture == "MixtralForCausalLM"; }
 bool IsQwen2Moe(const TestModel& model) { return model.architecture == "Qwen2MoeForCausalLM"; }
 bool IsQwen3Moe(const TestModel& model) { return model.architecture == "Qwen3MoeForCausalLM"; }
 // The text part of a model that knows images.
@@ -93,6 +94,19 @@ void AddExperts(const nlohmann::json& config, const std::string& prefix, TensorM
   maker.AddLinear(prefix + "shared_expert_gate", 1, hidden, false);
 }
 
+void AddMixtralExperts(const nlohmann::json& config, const std::string& prefix,
+                       TensorMaker& maker) {
+  const int64_t hidden = Size(config, "hidden_size");
+  const int64_t intermediate = Size(config, "intermediate_size");
+  maker.AddLinear(prefix + "gate", Size(config, "num_local_experts"), hidden, false);
+  for (int64_t e = 0; e < Size(config, "num_local_experts"); ++e) {
+    const std::string expert = prefix + "experts." + std::to_string(e) + ".";
+    maker.AddLinear(expert + "w1", intermediate, hidden, false);
+    maker.AddLinear(expert + "w2", hidden, intermediate, false);
+    maker.AddLinear(expert + "w3", intermediate, hidden, false);
+  }
+}
+
 void AddPhi3Matrices(const TestModel& model, const std::string& prefix, TensorMaker& maker) {
   const int64_t q_width = model.num_attention_heads * model.head_dim;
   const int64_t kv_width = model.num_key_value_heads * model.head_dim;
@@ -128,6 +142,7 @@ void AddLayer(const TestModel& model, const nlohmann::json& config, const std::s
   }
   if (IsPhi3(model)) return AddPhi3Matrices(model, prefix, maker);
   if (IsQwen2Moe(model) || IsQwen3Moe(model)) return AddExperts(config, prefix + "mlp.", maker);
+  if (IsMixtral(model)) return AddMixtralExperts(config, prefix + "block_sparse_moe.", maker);
   maker.AddMlp(prefix + "mlp.", model.hidden_size, model.intermediate_size, model.mlp_bias);
 }
 
@@ -335,6 +350,7 @@ nlohmann::json TestConfig(const TestModel& model) {
   if (IsDeepseek(model)) config.update(DeepseekFields(model));
   if (IsHybrid(model)) config.update(HybridFields(model.num_hidden_layers));
   if (IsQwen2Moe(model) || IsQwen3Moe(model)) config.update(ExpertFields(model));
+  if (IsMixtral(model)) config.update({{"num_local_experts", 5}, {"num_experts_per_tok", 2}});
   config.update(model.extra);
   if (!IsTextPart(model)) return config;
   config.erase("architectures");

@@ -85,9 +85,23 @@ constexpr NamePair kLayerNames[] = {{"attn_norm", "input_layernorm"},
                                     {"ffn_gate_shexp", "mlp.shared_expert.gate_proj"},
                                     {"ffn_up_shexp", "mlp.shared_expert.up_proj"},
                                     {"ffn_down_shexp", "mlp.shared_expert.down_proj"}};
-// A tensor of all experts of a layer.
-constexpr NamePair kExpertNames[] = {
-    {"ffn_gate_exps", "gate_proj"}, {"ffn_up_exps", "up_proj"}, {"ffn_down_exps", "down_proj"}};
+// A tensor of all experts of a layer: what each has, and with a second name what it has behind it,
+// as many rows.
+struct ExpertNames {
+  std::string_view stored;
+  std::string_view first;
+  std::string_view second = "";
+};
+constexpr ExpertNames kExpertNames[] = {{"ffn_gate_exps", "gate_proj"},
+                                        {"ffn_up_exps", "up_proj"},
+                                        {"ffn_down_exps", "down_proj"},
+                                        {"ffn_gate_up_exps", "gate_proj", "up_proj"}};
+// Names for the llama architecture, whose models with experts are Mixtral's.
+constexpr ExpertNames kMixtralExpertNames[] = {{"ffn_gate_exps", "w1"},
+                                               {"ffn_up_exps", "w3"},
+                                               {"ffn_down_exps", "w2"},
+                                               {"ffn_gate_up_exps", "w1", "w3"}};
+constexpr NamePair kMixtralNames[] = {{"ffn_gate_inp", "block_sparse_moe.gate"}};
 // One tensor where others have two or three.
 constexpr NamePair kPhi3Names[] = {{"attn_qkv", "self_attn.qkv_proj"},
                                    {"ffn_up", "mlp.gate_up_proj"}};
@@ -166,6 +180,7 @@ const NamePair* FindPart(std::string_view architecture, const GgufName& name) {
   std::span<const NamePair> own;
   if (is_mamba2) own = kMamba2Names;
   if (IsGemma(architecture)) own = kGemmaNames;
+  if (architecture == "llama") own = kMixtralNames;
   if (architecture == "phi3") own = kPhi3Names;
   if (architecture == "deepseek2") own = kDeepseekNames;
   const NamePair* const found = FindAmong(own, name.part);
@@ -175,6 +190,19 @@ const NamePair* FindPart(std::string_view architecture, const GgufName& name) {
 std::string LayerName(std::string_view architecture, const GgufName& name) {
   const std::string layers = architecture == "mamba2" ? "backbone.layers." : "model.layers.";
   return layers + std::string(name.layer) + ".";
+}
+
+// Null: it is no tensor of all experts.
+const ExpertNames* FindExperts(std::string_view architecture, const GgufName& name) {
+  std::span<const ExpertNames> known = kExpertNames;
+  if (architecture == "llama") known = kMixtralExpertNames;
+  const auto found = std::ranges::find(known, name.part, &ExpertNames::stored);
+  return found == known.end() ? nullptr : &*found;
+}
+
+std::string ExpertsName(std::string_view architecture, const GgufName& name) {
+  const char* const block = architecture == "llama" ? "block_sparse_moe" : "mlp";
+  return LayerName(architecture, name) + block + ".experts.";
 }
 
 // A name that is not known stays: nothing asks for it.
@@ -390,8 +418,8 @@ class GgufParser {
     QUIRE_RETURN_IF_ERROR(Place(&tensor, offset, what));
     QUIRE_RETURN_IF_ERROR(NoteRotaryHeads(name, what, &tensor));
     if (const std::optional<GgufName> parts = Split(name); parts && !parts->layer.empty()) {
-      const NamePair* const experts = FindAmong(kExpertNames, parts->part);
-      if (experts != nullptr) return AddExperts(tensor, *parts, experts->name, what, tensors);
+      const ExpertNames* const experts = FindExperts(metadata_.architecture, *parts);
+      if (experts != nullptr) return AddExperts(tensor, *parts, *experts, what, tensors);
       ShapeAsInCheckpoint(parts->part, &tensor);
     }
     tensors->push_back(std::move(tensor));
@@ -415,31 +443,34 @@ class GgufParser {
   }
 
   // Experts lie one after the other, each as a matrix of its own does.
-  Status AddExperts(const StoredTensor& all, const GgufName& name, std::string_view projection,
+  Status AddExperts(const StoredTensor& all, const GgufName& name, const ExpertNames& names,
                     const std::string& what, std::vector<StoredTensor>* tensors) const {
     const int64_t count = all.shape.front();
-    if (all.shape.size() != 3 || count != metadata_.expert_count) {
-      return Corrupt(what + " is " + all.TypeAndShape() + "; a matrix for each of the " +
-                     std::to_string(metadata_.expert_count) +
+    const int64_t matrices = names.second.empty() ? 1 : 2;  // of an expert
+    if (all.shape.size() != 3 || count != metadata_.expert_count || all.shape[1] % matrices != 0) {
+      return Corrupt(what + " is " + all.TypeAndShape() + "; " +
+                     (matrices == 1 ? "a matrix" : "two matrices on top of each other") +
+                     " for each of the " + std::to_string(metadata_.expert_count) +
                      " experts that the metadata \"expert_count\" has is expected");
     }
     // One of a type that is not read is enough to say so.
-    const int64_t present = all.dtype || all.format ? count : 1;
+    const int64_t present = (all.dtype || all.format ? count : 1) * matrices;
     if (tensors->size() + static_cast<uint64_t>(present) > kMaxTensors) {
       return Status(StatusCode::kTooLarge, std::string(file_) + ": " + what +
                                                ": with its experts there are more than " +
                                                std::to_string(kMaxTensors) + " tensors");
     }
     const int64_t bytes = (all.end - all.begin) / present;
-    const std::string prefix = LayerName(metadata_.architecture, name) + "mlp.experts.";
-    const std::string suffix = "." + std::string(projection) + "." + std::string(name.kind);
+    const std::string prefix = ExpertsName(metadata_.architecture, name);
     for (int64_t i = 0; i < present; ++i) {
-      StoredTensor expert = all;
-      expert.name = prefix + std::to_string(i) + suffix;
-      expert.shape.erase(expert.shape.begin());
-      expert.begin = all.begin + i * bytes;
-      expert.end = expert.begin + bytes;
-      tensors->push_back(std::move(expert));
+      StoredTensor matrix = all;
+      const std::string_view projection = i % matrices == 0 ? names.first : names.second;
+      matrix.name = prefix + std::to_string(i / matrices) + "." + std::string(projection) + "." +
+                    std::string(name.kind);
+      matrix.shape = {all.shape[1] / matrices, all.shape[2]};
+      matrix.begin = all.begin + i * bytes;
+      matrix.end = matrix.begin + bytes;
+      tensors->push_back(std::move(matrix));
     }
     return Status();
   }

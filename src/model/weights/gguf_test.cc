@@ -218,6 +218,46 @@ TEST(Gguf, TensorsOfAllExpertsAreMatricesOfEach) {
   EXPECT_NE(stored->Find(mlp + "gate.weight"), nullptr);
 }
 
+TEST(Gguf, GateAndUpOfExpertsMayBeOneTensor) {
+  for (const bool is_mixtral : {false, true}) {
+    File file = FileOfExperts();
+    if (is_mixtral) {
+      file.metadata = {TextEntry("general.architecture", "llama"),
+                       IntEntry("llama.expert_count", 3)};
+    }
+    file.tensors = {{"blk.7.ffn_gate_up_exps.weight", {32, 4, 3}, kQ4Type, 0},
+                    {"blk.7.ffn_gate_inp.weight", {8, 3}, kF32Type, 224}};
+    const auto stored = Parse(file.Write());
+    ASSERT_TRUE(stored.ok()) << stored.status().message();
+    EXPECT_EQ(stored->tensors.size(), 7U);
+    const std::string block = is_mixtral ? "block_sparse_moe." : "mlp.";
+    EXPECT_NE(stored->Find("model.layers.7." + block + "gate.weight"), nullptr);
+    for (int64_t i = 0; i < 6; ++i) {
+      std::string name = i % 2 == 0 ? "gate_proj" : "up_proj";
+      if (is_mixtral) name = i % 2 == 0 ? "w1" : "w3";
+      const std::string expert = block + "experts." + std::to_string(i / 2) + ".";
+      const StoredTensor* const found = stored->Find("model.layers.7." + expert + name + ".weight");
+      ASSERT_NE(found, nullptr) << expert << name;
+      EXPECT_EQ(found->format, WeightFormat::kQ4_0);
+      EXPECT_EQ(found->shape, (std::vector<int64_t>{2, 32}));
+      EXPECT_EQ(found->begin, i * 2 * 18);
+      EXPECT_EQ(found->end, (i + 1) * 2 * 18);
+    }
+  }
+}
+
+TEST(Gguf, ExpertsOfTheLlamaArchitectureHaveTheNamesOfMixtral) {
+  File file = FileOfExperts();
+  file.metadata = {TextEntry("general.architecture", "llama"), IntEntry("llama.expert_count", 3)};
+  const auto stored = Parse(file.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  const std::string block = "model.layers.7.block_sparse_moe.";
+  for (int64_t i = 0; i < 3; ++i) {
+    EXPECT_NE(stored->Find(block + "experts." + std::to_string(i) + ".w2.weight"), nullptr) << i;
+  }
+  EXPECT_NE(stored->Find(block + "gate.weight"), nullptr);
+}
+
 // Whatever their number: no bytes bound it.
 TEST(Gguf, ExpertsOfATypeThatIsNotReadAreOne) {
   File file = FileOfExperts();
@@ -229,6 +269,10 @@ TEST(Gguf, ExpertsOfATypeThatIsNotReadAreOne) {
   const StoredTensor* const first = stored->Find("model.layers.7.mlp.experts.0.down_proj.weight");
   ASSERT_NE(first, nullptr);
   EXPECT_EQ(first->type_name, "Q8_K");
+  file.tensors[0] = {"blk.7.ffn_gate_up_exps.weight", {32, 2, 1ULL << 31}, kQ8KType, 0};
+  const auto fused = Parse(file.Write());
+  ASSERT_TRUE(fused.ok()) << fused.status().message();
+  EXPECT_EQ(fused->tensors.size(), 4U);
 }
 
 TEST(Gguf, HostileExpertsAreRefused) {
@@ -238,6 +282,21 @@ TEST(Gguf, HostileExpertsAreRefused) {
     file.tensors[0].dimensions = dimensions;
     ExpectRefused(file, StatusCode::kCorrupt, "3 experts that the metadata \"expert_count\"");
   }
+  file = FileOfExperts();
+  for (const std::vector<uint64_t>& dimensions :
+       {std::vector<uint64_t>{32, 3, 3}, {32, 6}, {32}, {32, 2, 2}}) {
+    file.tensors[0] = {"blk.7.ffn_gate_up_exps.weight", dimensions, kF32Type, 0};
+    file.tensors[1].offset = 2048;
+    file.tensors[2].offset = 4096;
+    file.data_bytes = 8192;
+    ExpectRefused(file, StatusCode::kCorrupt,
+                  "two matrices on top of each other for each of the 3");
+  }
+  // Beside what it is made of.
+  file = FileOfExperts();
+  file.tensors[0] = {"blk.7.ffn_gate_up_exps.weight", {32, 2, 3}, kQ4Type, 0};
+  file.tensors[1] = {"blk.7.ffn_up_exps.weight", {32, 1, 3}, kQ4Type, 128};
+  ExpectRefused(file, StatusCode::kCorrupt, "stands twice");
   file = FileOfExperts();
   file.tensors[0] = {"blk.7.ffn_down_exps.weight", {32, 1ULL << 40, 3}, kQ4Type, 0};
   ExpectRefused(file, StatusCode::kCorrupt, "more than the file's");

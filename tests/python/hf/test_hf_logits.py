@@ -203,6 +203,20 @@ CASES |= {
 }
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
 CASES |= {
+    "mixtral": (
+        "Mixtral",
+        dict(**heads(4, 2), num_local_experts=6, tie_word_embeddings=False),
+    ),
+    "mixtral-window-tied": (
+        "Mixtral",
+        dict(
+            **heads(8, 2, 16),
+            **WINDOW,
+            num_local_experts=5,
+            num_experts_per_tok=3,
+            tie_word_embeddings=True,
+        ),
+    ),
     "qwen2-moe": (
         "Qwen2Moe",
         dict(**heads(4, 2), **EXPERTS, shared_expert_intermediate_size=40),
