@@ -588,7 +588,7 @@ def test_auto_computes_short_prompts_here(start: Start, roomy: TinyModel) -> Non
         (["generate", "x", "--prefill-remote", "always"], "no effect without --prefill-from"),
         (["generate", "x", "--on-peer-loss", "fail"], "no effect without --prefill-from"),
         (["generate", "x", "--prefill-streams", "2"], "no effect without --prefill-from"),
-        (["generate", "x", "--prefill-from", "a:1", "--prefill-streams", "17"], "at most 16"),
+        (["generate", "x", "--prefill-from", "a:1", "--prefill-streams", "17"], "from 1 to 16"),
         (["chat", "--peer-dead-after", "2"], "no effect without --prefill-from"),
         (["serve", "--peer-dead-after", "2"], "without --prefill-from or --prefill-listen"),
         (["generate", "x", "--prefill-from", "a:1", "--peer-dead-after", "0.5"], "at least 1"),
