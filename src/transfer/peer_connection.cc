@@ -65,6 +65,16 @@ class Unlocked {
   std::unique_lock<std::mutex>* const lock_;
 };
 
+bool AreThere(std::span<const std::unique_ptr<ByteChannel>> streams) {
+  return std::ranges::all_of(streams, [](const auto& stream) { return stream != nullptr; });
+}
+
+// Once the session says so, and not before, a direction goes over all streams.
+void ApplyStripes(TransferSession* session, StripedChannel* striped) {
+  if (session->TakeReadsStriped()) striped->StripeReads();
+  if (session->TakeWritesStriped()) striped->StripeWrites();
+}
+
 // What ends for no reason would be taken for open.
 Status CheckReason(const char* call, const Status& why) {
   if (!why.ok()) return Status();
@@ -246,11 +256,6 @@ void PeerConnection::TakeStream(uint16_t stream, std::unique_ptr<ByteChannel> ch
       << "each stream comes once";
   arrived_[stream] = std::move(channel);
   waker_.Signal();
-}
-
-bool PeerConnection::awaits_streams() const {
-  const std::lock_guard lock(mutex_);
-  return granted_.has_value();
 }
 
 bool PeerConnection::has_joined() const {
@@ -753,7 +758,8 @@ bool PeerConnection::RunCommands() {
   bool is_closing = false;
   {
     const std::lock_guard lock(mutex_);
-    if (has_all_streams_locked()) {
+    const auto streams_here = std::span(arrived_).first(granted_ ? granted_->count : 0);
+    if (!streams_here.empty() && AreThere(streams_here.subspan(1))) {
       streams.resize(granted_->count);
       for (size_t i = 1; i < streams.size(); ++i) streams[i] = std::move(arrived_[i]);
     }
@@ -766,13 +772,6 @@ bool PeerConnection::RunCommands() {
   return is_closing;
 }
 
-bool PeerConnection::has_all_streams_locked() const {
-  if (!granted_) return false;
-  const auto begin = arrived_.begin();
-  return std::all_of(begin + 1, begin + granted_->count,
-                     [](const auto& stream) { return stream != nullptr; });
-}
-
 void PeerConnection::BeginStreams(std::vector<std::unique_ptr<ByteChannel>> streams) {
   QUIRE_CHECK(striped_ == nullptr) << "streams come once";
   stream_count_ = std::ssize(streams);
@@ -782,12 +781,7 @@ void PeerConnection::BeginStreams(std::vector<std::unique_ptr<ByteChannel>> stre
   channel_ = std::move(striped);
   entry_ = StreamBook::Entry();
   session_.OnJoined();
-  ApplyStripes();
-}
-
-void PeerConnection::ApplyStripes() {
-  if (session_.TakeReadsStriped()) striped_->StripeReads();
-  if (session_.TakeWritesStriped()) striped_->StripeWrites();
+  ApplyStripes(&session_, striped_);
 }
 
 bool PeerConnection::ReadSome(std::unique_lock<std::mutex>& session_lock, int reads_max) {
@@ -806,7 +800,7 @@ bool PeerConnection::ReadSome(std::unique_lock<std::mutex>& session_lock, int re
     }
     if (*count == 0) break;
     session_.OnRead(read, clock_->SteadyNs());
-    ApplyStripes();
+    ApplyStripes(&session_, striped_);
     if (session_.receives().has_due()) StoreDue(session_lock);
   }
   return true;
@@ -842,7 +836,7 @@ bool PeerConnection::WriteSome(std::unique_lock<std::mutex>& session_lock) {
     }
     if (*count == 0) break;
     session_.Sent(*count, clock_->SteadyNs());
-    ApplyStripes();
+    ApplyStripes(&session_, striped_);
   }
   return true;
 }

@@ -68,8 +68,6 @@ class PeerConnection final : public TransferPeer,
   void TakeStream(uint16_t stream, std::unique_ptr<ByteChannel> channel) noexcept;
   // Until both sides have compared passports, and all streams are there: why not, if so.
   Status WaitOpen(int64_t until_ns);
-  // The peer is known, and the connection waits for streams or has them.
-  bool awaits_streams() const;
   // It is over because its socket has become a stream of another connection.
   bool has_joined() const;
   bool is_open() const;
@@ -144,9 +142,7 @@ class PeerConnection final : public TransferPeer,
   void StoreDue(std::unique_lock<std::mutex>& session_lock);
   // Whether the connection is to be closed.
   bool RunCommands();
-  bool has_all_streams_locked() const;
   void BeginStreams(std::vector<std::unique_ptr<ByteChannel>> streams);
-  void ApplyStripes();
   void Finish() noexcept;
   // Until what was written reaches the peer without us: not for long, the peer may be dead.
   void Linger() noexcept;
@@ -165,7 +161,7 @@ class PeerConnection final : public TransferPeer,
   std::mutex wake_mutex_;  // before the others; held while wake_ runs
   std::function<void()> wake_;
 
-  // Of the thread; null when it has become a stream of another connection.
+  // For the thread; null when it has become a stream of another connection.
   std::unique_ptr<ByteChannel> channel_;
   StripedChannel* striped_ = nullptr;  // channel_, once there are several streams
   StreamBook::Entry entry_;            // of the thread, as long as streams may join

@@ -1,4 +1,4 @@
-// Who may bring a stream to a connection, and who may not.
+// Streams that join their connection, and peers that may bring none.
 #include "transfer/stream_joins.h"
 
 #include <gtest/gtest.h>
@@ -178,7 +178,7 @@ TEST(StreamJoin, AListenerTakesTheStreamThatItHasAllowed) {
   }
 }
 
-// Its proof is made of the hello; who has not read that has guessed.
+// The proof is made of the hello; a peer that has not read that has guessed.
 TEST(StreamJoin, AJoinBeforeTheHelloIsReadIsABreach) {
   Book book;
   const StreamsGranted granted = Granted(2, 4, "key");

@@ -51,7 +51,7 @@ class StripedChannel final : public ByteChannel {
 
   const std::vector<std::unique_ptr<ByteChannel>> streams_;
   Direction read_, write_;
-  // Of the stripe that is moved.
+  // The stripe that is moved.
   std::vector<std::span<std::byte>> read_spans_;
   std::vector<std::span<const std::byte>> write_spans_;
   std::vector<PollEntry> others_;  // of the last wait, or of a look at the streams

@@ -451,7 +451,7 @@ TEST(StripedConnection, RowsAreExactWithSocketsOfAFewBytes) {
   }
 }
 
-// Of any of them, in the middle of a prompt or of nothing, on either side.
+// Any of them, in the middle of a prompt or of nothing, on either side.
 TEST(StripedConnection, ALostStreamIsALostConnection) {
   for (const size_t lost : {0, 1, 2}) {
     for (const bool is_idle : {false, true}) {

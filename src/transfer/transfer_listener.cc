@@ -200,7 +200,8 @@ class PeerListener final : public TransferListener {
       place = IsDecided(*place) ? joining_.erase(place) : place + 1;
     for (auto place = opening_.begin(); place != opening_.end();) {
       if (!IsDecided(place->peer)) {
-        if (!place->peer->awaits_streams()) {
+        const auto granted = place->peer->WaitStreams(/*until_ns=*/0);
+        if (!granted.ok() || !granted->has_value()) {
           ++place;
           continue;
         }

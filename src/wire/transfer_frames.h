@@ -19,9 +19,9 @@
 namespace quire::wire {
 
 inline constexpr std::string_view kTransferMagic = "QTRN";
-// Of frames: it stands in each of them, whatever messages both sides speak.
+// The version of frames: it stands in each of them, whatever messages both sides speak.
 inline constexpr uint16_t kTransferFrameVersion = 2;
-// Of messages: what this side speaks. The hellos agree on one.
+// The versions of messages: what this side speaks. The hellos agree on one.
 inline constexpr uint16_t kTransferVersionFirst = 2;
 inline constexpr uint16_t kTransferVersion = 3;
 // From this version on a connection may have several streams.
@@ -45,8 +45,8 @@ using Instance = std::array<std::byte, kInstanceBytes>;
 inline constexpr int64_t kStreamsMax = 16;
 // Bytes of a direction that go over one stream before the next one has its turn.
 inline constexpr uint64_t kStripeBytes = uint64_t{64} << 10;
-// What a listener draws for a connection that is to have several streams: whoever brings one knows
-// it.
+// What a listener draws for a connection that is to have several streams: the side that brings
+// one knows it.
 inline constexpr size_t kTokenBytes = 32;
 using StreamToken = std::array<std::byte, kTokenBytes>;
 

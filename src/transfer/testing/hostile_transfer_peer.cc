@@ -403,7 +403,7 @@ class HostileOpening {
       QUIRE_CHECK(side_.session.memory_bytes() <= kStrangerMemoryMax) << "for a stranger";
   }
 
-  // Of a connection that waits for streams.
+  // A connection that waits for streams.
   const TransferSession::StreamsGranted awaited_{
       .connection = {std::byte{5}}, .key = "key", .count = 4};
   const Choose& choose_;
