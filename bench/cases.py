@@ -1244,6 +1244,26 @@ def _channel_case(part_kib: int, mib: int, *, quick: bool) -> Case:
     )
 
 
+def _streams_case(part_kib: int, mib: int, *, quick: bool) -> Case:
+    """The same over TCP alone, in several streams."""
+    one = _channel_case(part_kib, mib, quick=quick)
+    request = {
+        "kind": "channel",
+        "bytes": mib << 20,
+        "message_bytes": part_kib << 10,
+        "way": "tcp",
+    }
+    counts = {"Quire": 4, "1 stream": 1, "2 streams": 2, "8 streams": 8}
+    return dataclasses.replace(
+        one,
+        name=f"{one.name}/streams",
+        sides=tuple(
+            Side(name, "quire", request | {"streams": count}) for name, count in counts.items()
+        ),
+        metrics=(Metric(unit="GB/s", bytes=mib << 20),),
+    )
+
+
 def _apart_case(model: models.Model, prompt: int, tokens: int) -> Case:
     """Answers that one core writes while prompts arrive that a process on another core computes;
     beside it one process that has both cores."""
@@ -1274,6 +1294,7 @@ def _apart_case(model: models.Model, prompt: int, tokens: int) -> Case:
 
 def _transfer_cases() -> list[Case]:
     cases = [_channel_case(kib, 256, quick=kib == 1024) for kib in (64, 1024, 16384)]
+    cases += [_streams_case(kib, 256, quick=False) for kib in (64, 1024, 16384)]
     cases += [_move_case("1.1b", 2048, quick=True), _move_case("8b", 2048, quick=False)]
     for name in models.NAMES:
         cases.append(_apart_case(models.describe(name), 8000, 4096))
@@ -1287,6 +1308,7 @@ def _transfer_cases() -> list[Case]:
 def _small_transfer_cases(model: models.Model) -> list[Case]:
     return [
         _channel_case(64, 1, quick=True),
+        _streams_case(64, 1, quick=True),
         _move_case("1.1b", 64, quick=True),
         _pair_case(model, 300, 0.05, quick=True),
         _apart_case(model, 64, 500),

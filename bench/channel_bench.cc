@@ -12,9 +12,10 @@ namespace {
 
 class ChannelCase : public BenchCase {
  public:
-  ChannelCase(const std::string& way, int64_t bytes, int64_t part_bytes)
+  ChannelCase(const std::string& way, int64_t bytes, int64_t part_bytes, int64_t streams)
       : part_rows_(part_bytes / RowMemory::kRowBytes),
-        loop_(Require(ConnectionLoop::Open(PlaceToListen(way), bytes / RowMemory::kRowBytes))) {}
+        loop_(Require(
+            ConnectionLoop::Open(PlaceToListen(way), bytes / RowMemory::kRowBytes, streams))) {}
 
   nlohmann::json Run(const RunLimits& limits) override {
     return TimeCalls(limits, [&] { Require(loop_->Move(part_rows_)); });
@@ -57,7 +58,8 @@ std::unique_ptr<BenchCase> MakeChannelCase(const JsonValue& request) {
   }
   const std::string way = Require(request.GetString("way"));
   if (way == "copy") return std::make_unique<BlockCopyCase>(bytes, part_bytes);
-  return std::make_unique<ChannelCase>(way, bytes, part_bytes);
+  const int64_t streams = Require(request.GetInt("streams", 1));
+  return std::make_unique<ChannelCase>(way, bytes, part_bytes, streams);
 }
 
 }  // namespace quire::bench

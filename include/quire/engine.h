@@ -324,6 +324,7 @@ struct PrefillPeerInfo {
   double bytes_per_second = 0;   // that came from it at least; 0: nothing did yet
   int64_t prompts = 0, tokens = 0, bytes = 0;  // that came from it
   int64_t losses = 0;                          // prompts that it did not finish
+  int64_t streams = 0;                         // of its connection; 0: there is none
 };
 
 // Where the time of a request went: three parts, one after the other, whose sum is all of it, by

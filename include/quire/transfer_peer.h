@@ -39,9 +39,8 @@ struct TransferPeerOptions {
   std::chrono::nanoseconds dead_after = std::chrono::seconds(3);  // without a sign of life
   // How long a transfer lives without a renewal, which its receiver sends as long as it wants it.
   std::chrono::nanoseconds lease = std::chrono::seconds(30);
-  // Bytes of parts on their way to this side: what the other one holds until they are taken here.
-  // The parts are no larger, so a receiver's staging memory must have room for one: 1 MiB or the
-  // window, whichever is less.
+  // Bytes of parts on their way to this side, which the other one holds until they are taken here.
+  // A receiver's staging memory must have room for a part: 1 MiB, or the window if that is less.
   int64_t window_bytes = int64_t{64} << 20;
   // Bytes of parts on their way from this side, however many the other one allows: they hold memory
   // here. A row must fit. 0: as many as window_bytes, but 64 MiB at least.
@@ -49,6 +48,9 @@ struct TransferPeerOptions {
   // How long a forward of this side waits for room in the other side's window before its mark ends.
   // A sender that has other work looks at send_room() first and lets such a prompt wait.
   std::chrono::nanoseconds send_wait = std::chrono::milliseconds(250);
+  // TCP streams, 1 to 16, of a connection that this side opens; 1 with a listener of an older
+  // Quire, over unix sockets and over UCX. A listener takes what the other side asks for.
+  int64_t streams = 1;
 };
 
 // What a prompt is, for the process that is to compute it.
@@ -85,10 +87,9 @@ struct TransferPeerStats {
   int64_t parts_sent = 0;
   int64_t parts_sent_again = 0;  // that arrived damaged
   int64_t bytes_sent = 0;        // of rows, without headers
-  int64_t parts_received = 0;
-  int64_t bytes_received = 0;
-  int64_t sends_open = 0;     // transfers from here
-  int64_t receives_open = 0;  // transfers to here
+  int64_t parts_received = 0, bytes_received = 0;
+  int64_t sends_open = 0, receives_open = 0;  // transfers from here, and to here
+  int64_t streams = 1;                        // that carry the connection
 };
 
 // One connection. As a sink it sends what was asked for over it, whatever number of a peer a range
@@ -111,13 +112,11 @@ class TransferPeer : public LayerSink {
   // has returned, the one before is not called any more. What happened before is told to nobody:
   // look.
   virtual void SetWake(std::function<void()> wake) = 0;
-  // Tells the other side how busy this one is: at most 20 times a second, the last word counts. The
-  // connection's status.
+  // Tells the other side how busy this one is, 20 times a second at most. The connection's status.
   virtual Status SetLoad(const TransferLoad& load) = 0;
   // What the other side has said last.
   virtual TransferLoad load() const = 0;
-  // Tells the other side. Its transfers end with Cancelled, waiting calls with Closed. Twice is
-  // fine.
+  // Tells the other side. Transfers end with Cancelled, waiting calls with Closed. Twice is fine.
   virtual void Close() noexcept = 0;
 
   // ---- Receiving

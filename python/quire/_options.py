@@ -720,6 +720,23 @@ class EngineOptions(TypedDict, total=False):
             field="timeout_ms",
         ),
     ]
+    prefill_streams: Annotated[
+        int,
+        Option(
+            1,
+            "TCP streams of the connection to each process of `prefill_from`, 1 to 16. Several may "
+            "carry more through a network than one does. Over unix sockets and UCX there is one.",
+            Flag(
+                "TCP streams to each process of --prefill-from, 1 to 16 (default: 1)",
+                "N",
+                Integer(1, 16),
+                group="prefill",
+                more="Over unix sockets and UCX there is one",
+            ),
+            part="peers",
+            field="streams",
+        ),
+    ]
     staging_bytes: Annotated[
         int,
         Option(

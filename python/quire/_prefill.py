@@ -17,6 +17,7 @@ from quire._key_file import read_unguessable
 
 __all__ = [
     "PEERS_MAX",
+    "STREAMS_MAX",
     "OncePerCause",
     "PrefillPeer",
     "ReadSecretFile",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 PEERS_MAX = 64  # of TransferListenerOptions
+STREAMS_MAX = 16  # of TransferPeerOptions
 _TLS_FILES = ("peer_tls_ca_file", "peer_tls_cert_file", "peer_tls_key_file")
 # Signs of life for each time after which a peer without one counts as dead; at most this apart.
 _HEARTBEATS = 6
@@ -73,6 +75,7 @@ class PrefillPeer:
     seconds_per_token: that it computes prompts in; 0 = not measured yet.
     bytes_per_second: of KV that came from it, at least; 0 = nothing did yet.
     prompts, tokens, bytes: that came from it. losses: prompts that it did not finish.
+    streams: of the connection to it; 0 = there is none.
     """
 
     address: str
@@ -85,6 +88,7 @@ class PrefillPeer:
     tokens: int
     bytes: int
     losses: int
+    streams: int
 
 
 def read_peers(peers: Sequence[Any]) -> list[PrefillPeer]:
@@ -101,6 +105,7 @@ def read_peers(peers: Sequence[Any]) -> list[PrefillPeer]:
             tokens=int(peer["tokens"]),
             bytes=int(peer["bytes"]),
             losses=int(peer["losses"]),
+            streams=int(peer["streams"]),
         )
         for peer in peers
     ]
@@ -177,11 +182,17 @@ def peer_fields(options: Mapping[str, Any]) -> dict[str, Any] | None:
     if not addresses:
         return None
     timeout = _numbers.milliseconds(options["timeout_ms"], "prefill_timeout")
+    streams = _numbers.int64(options["streams"], "prefill_streams")
+    if not 1 <= streams <= STREAMS_MAX:
+        raise errors.BadArgumentError(
+            f"prefill_streams is {streams}; it must be from 1 to {STREAMS_MAX}"
+        )
     return {
         "addresses": [_numbers.text(address, "prefill_from") for address in addresses],
         "when": _numbers.text(options["when"], "prefill_remote"),
         "on_loss": _numbers.text(options["on_loss"], "on_peer_loss"),
         "timeout_ms": max(1, timeout),
+        "streams": streams,
     }
 
 

@@ -154,6 +154,7 @@ class TransferPeer(_ffi.ClosingOwner):
         lease: float = 30.0,
         window_bytes: int = 64 << 20,
         send_wait: float = 0.25,
+        streams: int = 1,
     ) -> TransferPeer:
         """Connects to a :class:`TransferListener`: ``"ADDRESS:PORT"`` over TCP,
         ``"ucx:ADDRESS:PORT"`` over UCX, ``"unix:PATH"`` through shared memory.
@@ -175,6 +176,8 @@ class TransferPeer(_ffi.ClosingOwner):
             window_bytes: of parts on their way to this side.
             send_wait: seconds that a forward of this side waits for room in the other side's window
                 before its mark ends.
+            streams: TCP streams of the connection, 1 to 16; over UCX and shared memory there is
+                one, and with a listener of an older Quire too, as :meth:`stats` tells.
 
         Raises:
             UnavailableError, TimeoutError: nobody answers.
@@ -190,6 +193,7 @@ class TransferPeer(_ffi.ClosingOwner):
         options |= _tls_options(tls_ca_file, tls_cert_file, tls_key_file, tls_server_name)
         options["window_bytes"] = int64(window_bytes, "window_bytes")
         options["send_wait_ns"] = nanoseconds(send_wait, "send_wait")
+        options["streams"] = int64(streams, "streams")
         options["connect_timeout_ns"] = nanoseconds(connect_timeout, "connect_timeout")
         return cls(_ffi.new(_ffi.TransferPeerHandle, text(endpoint, "endpoint"), options))
 
@@ -205,7 +209,8 @@ class TransferPeer(_ffi.ClosingOwner):
 
     def stats(self) -> dict[str, int]:
         """parts_sent, parts_sent_again (arrived damaged), bytes_sent, parts_received,
-        bytes_received, and the transfers that are open: sends_open, receives_open."""
+        bytes_received, the transfers that are open: sends_open, receives_open; and the streams of
+        the connection."""
         return {str(name): int(count) for name, count in self._handle.stats().items()}
 
     def request(

@@ -74,6 +74,7 @@ PrefillPeerOptions ReadPrefillPeerOptions(const OptionMap& fields) {
   reader.ReadEnum("when", kRemotePrefills, &options.when);
   reader.ReadEnum("on_loss", kPeerLosses, &options.on_loss);
   reader.Read("timeout_ms", &options.timeout_ms);
+  reader.Read("streams", &options.peer.streams);
   ReadConnection(&reader, &options.peer);
   reader.Finish();
   return options;
@@ -103,7 +104,8 @@ tf::Array<OptionMap> PrefillPeerFields(const std::vector<PrefillPeerInfo>& peers
                      {"prompts", peer.prompts},
                      {"tokens", peer.tokens},
                      {"bytes", peer.bytes},
-                     {"losses", peer.losses}});
+                     {"losses", peer.losses},
+                     {"streams", peer.streams}});
   }
   return found;
 }

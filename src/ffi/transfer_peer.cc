@@ -32,6 +32,7 @@ TransferPeerOptions ReadPeerOptions(OptionsReader* reader) {
   ReadTime(reader, "dead_after_ns", &options.dead_after);
   ReadTime(reader, "lease_ns", &options.lease);
   reader->Read("window_bytes", &options.window_bytes);
+  reader->Read("streams", &options.streams);
   ReadTime(reader, "send_wait_ns", &options.send_wait);
   return options;
 }
@@ -151,7 +152,7 @@ tf::Map<tf::String, int64_t> TransferPeerObj::Stats() {
   return {{"parts_sent", stats.parts_sent},         {"parts_sent_again", stats.parts_sent_again},
           {"bytes_sent", stats.bytes_sent},         {"parts_received", stats.parts_received},
           {"bytes_received", stats.bytes_received}, {"sends_open", stats.sends_open},
-          {"receives_open", stats.receives_open}};
+          {"receives_open", stats.receives_open},   {"streams", stats.streams}};
 }
 
 void TransferPeerObj::Request(const OptionMap& job, const OptionMap& map) {

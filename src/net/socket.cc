@@ -32,7 +32,7 @@ namespace {
 // A frame has a header, a head and a few tensors; more parts take another call.
 constexpr size_t kPartsMax = 64;
 constexpr int kBacklog = 128;
-constexpr size_t kEntriesWithoutMemory = 8;
+constexpr size_t kEntriesWithoutMemory = 18;  // a connection of 16 streams, and what wakes it
 
 Status SystemError(const std::string& what) {
   const int code = errno;
@@ -229,6 +229,17 @@ Result<Socket> Socket::Accept() const {
   // A peer that went before it was accepted is nobody's error.
   if (IsLater() || errno == ECONNABORTED) return Socket();
   return SystemError("accepting a connection");
+}
+
+void Socket::KeepAlive() const noexcept {
+  const int on = 1;
+  const int idle_seconds = 30;  // firewalls keep idle connections for minutes
+  const int every_seconds = 10;
+  const int tries = 3;
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_KEEPIDLE, &idle_seconds, sizeof(idle_seconds));
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_KEEPINTVL, &every_seconds, sizeof(every_seconds));
+  ::setsockopt(fd_, IPPROTO_TCP, TCP_KEEPCNT, &tries, sizeof(tries));
+  ::setsockopt(fd_, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
 }
 
 Result<size_t> Socket::Read(std::span<std::byte> into) const {

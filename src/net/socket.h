@@ -52,6 +52,9 @@ class Socket {
 
   bool is_open() const { return fd_ >= 0; }
   int fd() const { return fd_; }
+  // The system asks an idle peer now and then whether it is there: else firewalls forget a
+  // connection of which nothing is heard. TCP alone.
+  void KeepAlive() const noexcept;
   // Nobody waits: an unopened socket.
   Result<Socket> Accept() const;
 
@@ -91,7 +94,7 @@ struct PollEntry {
   bool can_read = false;  // or it has failed, which a read tells
   bool can_write = false;
 };
-// Waits for any of them, for at most timeout_ns (kNever: for ever). Allocates nothing for up to 8.
+// Waits for any of them, for at most timeout_ns (kNever: for ever). Allocates nothing for up to 18.
 void PollSockets(std::span<PollEntry> entries, int64_t timeout_ns);
 
 }  // namespace quire

@@ -1,5 +1,5 @@
-// A connection's bytes, whatever carries them: TCP, TLS over it, memory that two processes share,
-// or UCX.
+// A connection's bytes, whatever carries them: TCP, TLS over it, several of them, memory that two
+// processes share, or UCX.
 #ifndef QUIRE_TRANSFER_BYTE_CHANNEL_H_
 #define QUIRE_TRANSFER_BYTE_CHANNEL_H_
 
@@ -33,9 +33,13 @@ class ByteChannel {
   struct Wait {
     PollEntry entry{};      // what PollSockets is to wait for: nothing where nothing is wanted
     bool is_ready = false;  // Read or Write has something to do: do not wait
+    // The same of further streams; valid until the next call.
+    std::span<const PollEntry> more{};
   };
   // Before a wait: the peer wakes it from here on.
   virtual Wait PrepareWait(bool wants_read, bool wants_write) = 0;
+  // A file whose poll for nothing ends when the peer is lost; -1: none.
+  virtual int loss_fd() const noexcept { return -1; }
 };
 
 // Where connections come in. Never blocks. One thread at a time.

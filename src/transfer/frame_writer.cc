@@ -47,12 +47,14 @@ std::span<const std::span<const std::byte>> FrameWriter::Gather(size_t frames_ma
   if (!spans_.empty()) return spans_;
   QUIRE_DCHECK(frames_.empty() && data_part_ == nullptr)
       << "they are kept as long as bytes are left";
-  while (frames_.size() < frames_max && data_part_ == nullptr && has_queued()) StartFrame();
+  while (frames_.size() < frames_max && data_part_ == nullptr && !ends_plain_bytes_ && has_queued())
+    StartFrame();
   return spans_;
 }
 
 void FrameWriter::StartFrame() {
   if (!urgent_.empty()) {
+    ends_plain_bytes_ = urgent_.front().opcode == TransferOpcode::kStriped;
     SetFrame(urgent_.front().opcode, std::move(urgent_.front().head));
     urgent_.pop_front();
     return;
@@ -119,6 +121,7 @@ void FrameWriter::Consume(size_t bytes) {
     if (spans_.front().empty()) spans_.erase(spans_.begin());
   }
   if (!spans_.empty()) return;
+  if (std::exchange(ends_plain_bytes_, false)) is_striped_ = true;
   frames_.clear();
   data_part_.reset();
 }

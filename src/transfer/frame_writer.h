@@ -8,6 +8,7 @@
 #include <deque>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "wire/transfer_frames.h"
@@ -35,6 +36,10 @@ class FrameWriter {
 
   // The last part of which all was gathered: every part of a lower number was, too, or was dropped.
   uint64_t last_whole_part() const { return last_whole_part_; }
+
+  // Whether the frame that says that all later ones are striped was written since the last call.
+  // No later one is gathered before it is.
+  bool TakeStriped() { return std::exchange(is_striped_, false); }
 
   bool has_output() const { return !spans_.empty() || has_queued(); }
   size_t urgent_count() const { return urgent_.size(); }
@@ -68,6 +73,8 @@ class FrameWriter {
     std::vector<std::byte> head{};
   };
 
+  bool ends_plain_bytes_ = false;  // the last frame that was gathered is kStriped
+  bool is_striped_ = false;
   uint64_t next_number_ = 0;
   uint64_t last_whole_part_ = 0;
   std::deque<Frame> frames_;                       // that were gathered

@@ -65,6 +65,16 @@ class Unlocked {
   std::unique_lock<std::mutex>* const lock_;
 };
 
+bool AreThere(std::span<const std::unique_ptr<ByteChannel>> streams) {
+  return std::ranges::all_of(streams, [](const auto& stream) { return stream != nullptr; });
+}
+
+// Once the session says so, and not before, a direction goes over all streams.
+void ApplyStripes(TransferSession* session, StripedChannel* striped) {
+  if (session->TakeReadsStriped()) striped->StripeReads();
+  if (session->TakeWritesStriped()) striped->StripeWrites();
+}
+
 // What ends for no reason would be taken for open.
 Status CheckReason(const char* call, const Status& why) {
   if (!why.ok()) return Status();
@@ -117,6 +127,11 @@ Result<TransferSession::Options> SessionOptions(const TransferPeerOptions& optio
     return Status(StatusCode::kBadArgument,
                   "TransferPeerOptions::send_bytes is " + std::to_string(options.send_bytes) +
                       "; it must be from 0 to " + std::to_string(kWindowMax));
+  }
+  if (options.streams < 1 || options.streams > wire::kStreamsMax) {
+    return Status(StatusCode::kBadArgument,
+                  "TransferPeerOptions::streams is " + std::to_string(options.streams) +
+                      "; it must be from 1 to " + std::to_string(wire::kStreamsMax));
   }
   TransferSession::Options session{.secret = options.secret,
                                    .heartbeat_ns = options.heartbeat.count(),
@@ -183,13 +198,15 @@ Result<std::shared_ptr<const TlsContext>> TlsOf(const PeerEndpoint& endpoint,
 Result<std::shared_ptr<PeerConnection>> PeerConnection::Start(std::unique_ptr<ByteChannel> channel,
                                                               std::string endpoint,
                                                               TransferSession::Options options,
-                                                              std::function<void()> changed) {
+                                                              std::function<void()> changed,
+                                                              std::shared_ptr<StreamBook> book) {
   FillRandom(options.instance);
   FillRandom(options.nonce);
+  FillRandom(options.token);
   QUIRE_ASSIGN_OR_RETURN(Waker waker, Waker::Create());
   auto connection =
       std::make_shared<PeerConnection>(std::move(channel), std::move(endpoint), std::move(options),
-                                       std::move(waker), std::move(changed));
+                                       std::move(waker), std::move(changed), std::move(book));
   QUIRE_RETURN_IF_ERROR(StartThread("a connection of transfers", &connection->thread_,
                                     [here = connection.get()] { here->Run(); }));
   return connection;
@@ -197,10 +214,11 @@ Result<std::shared_ptr<PeerConnection>> PeerConnection::Start(std::unique_ptr<By
 
 PeerConnection::PeerConnection(std::unique_ptr<ByteChannel> channel, std::string endpoint,
                                TransferSession::Options options, Waker waker,
-                               std::function<void()> changed)
+                               std::function<void()> changed, std::shared_ptr<StreamBook> book)
     : endpoint_(std::move(endpoint)),
       own_window_bytes_(options.window_bytes),
       changed_here_(std::move(changed)),
+      book_(std::move(book)),
       waker_(std::move(waker)),
       channel_(std::move(channel)),
       session_(this, options, clock_->SteadyNs()),
@@ -220,6 +238,29 @@ Status PeerConnection::WaitOpen(int64_t until_ns) {
   if (is_decided) return ClosedHere();
   return Status(StatusCode::kTimeout,
                 "transfer: " + endpoint_ + " did not open the connection within connect_timeout");
+}
+
+Result<std::optional<TransferSession::StreamsGranted>> PeerConnection::WaitStreams(
+    int64_t until_ns) {
+  std::unique_lock lock(mutex_);
+  WaitUntil(*clock_, changed_, lock, until_ns,
+            [&] { return granted_ || is_open_ || is_closing_ || !status_.ok(); });
+  if (!status_.ok()) return status_;
+  return granted_;
+}
+
+void PeerConnection::TakeStream(uint16_t stream, std::unique_ptr<ByteChannel> channel) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (is_over_) return;
+  QUIRE_CHECK(stream >= 1 && stream < arrived_.size() && arrived_[stream] == nullptr)
+      << "each stream comes once";
+  arrived_[stream] = std::move(channel);
+  waker_.Signal();
+}
+
+bool PeerConnection::has_joined() const {
+  const std::lock_guard lock(mutex_);
+  return has_joined_;
 }
 
 bool PeerConnection::is_open() const {
@@ -286,7 +327,8 @@ TransferPeerStats PeerConnection::stats() const {
           .parts_received = session.receives().parts_received,
           .bytes_received = session.receives().bytes_received,
           .sends_open = static_cast<int64_t>(session.sends().open_count()),
-          .receives_open = static_cast<int64_t>(session.receives().open_count())};
+          .receives_open = static_cast<int64_t>(session.receives().open_count()),
+          .streams = stream_count_};
 }
 
 // Not to the session at once: an engine says it with each step, and would wait for the thread.
@@ -572,6 +614,29 @@ void PeerConnection::OnLoad(const TransferLoad& load) {
   is_wake_due_ = true;
 }
 
+void PeerConnection::OnStreams(const StreamsGranted& streams) {
+  if (book_ != nullptr) {
+    entry_ = book_->Expect(
+        streams, [here = weak_from_this()](uint16_t stream, std::unique_ptr<ByteChannel> channel) {
+          const auto connection = here.lock();
+          if (connection != nullptr) connection->TakeStream(stream, std::move(channel));
+        });
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    granted_ = streams;
+    changed_.notify_all();
+  }
+  if (changed_here_) changed_here_();
+}
+
+Status PeerConnection::OnJoin(const wire::TransferJoin& join, const wire::TransferHello& hello) {
+  if (book_ == nullptr)
+    return Status(StatusCode::kRemote, "transfer: no connection here has several streams");
+  QUIRE_ASSIGN_OR_RETURN(claim_, book_->Check(join, hello));
+  return Status();
+}
+
 void PeerConnection::OnOver(const Status& why) noexcept {
   const std::lock_guard lock(mutex_);
   status_ = why;
@@ -622,7 +687,7 @@ void PeerConnection::Run() noexcept {
   for (bool can_read = true; TakeTurn(can_read, &wanted); can_read = Wait(wanted)) Wake();
   Finish();
   Wake();
-  Linger();
+  if (channel_ != nullptr) Linger();
 }
 
 bool PeerConnection::TakeTurn(bool can_read, Wanted* wanted) {
@@ -635,8 +700,10 @@ bool PeerConnection::TakeTurn(bool can_read, Wanted* wanted) {
     is_short = true;
   }
   if (!goes_on) {
-    session_.Lose(is_short ? Status::OutOfMemory()
-                           : Status(StatusCode::kUnavailable, "transfer: the connection is over"));
+    const char* const why = session_.is_joined()
+                                ? "transfer: the socket is a stream of another connection"
+                                : "transfer: the connection is over";
+    session_.Lose(is_short ? Status::OutOfMemory() : Status(StatusCode::kUnavailable, why));
     return false;
   }
   *wanted = {.read = session_.accepts_input(),
@@ -648,13 +715,18 @@ bool PeerConnection::TakeTurn(bool can_read, Wanted* wanted) {
 // What a call has queued since then signals the waker.
 bool PeerConnection::Wait(const Wanted& wanted) {
   const ByteChannel::Wait wait = channel_->PrepareWait(wanted.read, wanted.write);
-  PollEntry entries[2] = {{.fd = waker_.fd(), .wants_read = true}, wait.entry};
+  std::array<PollEntry, 2 + wire::kStreamsMax> places;
+  places[0] = {.fd = waker_.fd(), .wants_read = true};
+  places[1] = wait.entry;
+  std::ranges::copy(wait.more, places.begin() + 2);
+  const std::span<PollEntry> entries = std::span(places).first(2 + wait.more.size());
   const int64_t left_ns = wanted.until_ns == kNever
                               ? kNever
                               : std::max<int64_t>(0, wanted.until_ns - clock_->SteadyNs());
   PollSockets(entries, wait.is_ready ? 0 : left_ns);
   if (entries[0].can_read) waker_.Clear();
-  return wait.is_ready || entries[1].can_read;
+  return wait.is_ready ||
+         std::ranges::any_of(entries.subspan(1), [](const PollEntry& e) { return e.can_read; });
 }
 
 void PeerConnection::Linger() noexcept {
@@ -675,22 +747,41 @@ bool PeerConnection::Turn(std::unique_lock<std::mutex>& session_lock, bool can_r
     return false;
   }
   if (can_read && !ReadSome(session_lock, kReadsPerTurn)) return false;
-  if (!WriteSome(session_lock)) return false;
+  if (session_.is_joined() || !WriteSome(session_lock)) return false;
   session_.Tick(clock_->SteadyNs());
   return !session_.is_over();
 }
 
 bool PeerConnection::RunCommands() {
   std::deque<Command> commands;
+  std::vector<std::unique_ptr<ByteChannel>> streams;
   bool is_closing = false;
   {
     const std::lock_guard lock(mutex_);
+    const auto streams_here = std::span(arrived_).first(granted_ ? granted_->count : 0);
+    if (!streams_here.empty() && AreThere(streams_here.subspan(1))) {
+      streams.resize(granted_->count);
+      for (size_t i = 1; i < streams.size(); ++i) streams[i] = std::move(arrived_[i]);
+    }
     commands.swap(commands_);
     is_closing = is_closing_;
     session_.SetLoad(own_load_);
   }
+  if (!streams.empty()) BeginStreams(std::move(streams));
   for (const Command& command : commands) command(session_);
   return is_closing;
+}
+
+void PeerConnection::BeginStreams(std::vector<std::unique_ptr<ByteChannel>> streams) {
+  QUIRE_CHECK(striped_ == nullptr) << "streams come once";
+  stream_count_ = std::ssize(streams);
+  streams.front() = std::move(channel_);
+  auto striped = std::make_unique<StripedChannel>(std::move(streams));
+  striped_ = striped.get();
+  channel_ = std::move(striped);
+  entry_ = StreamBook::Entry();
+  session_.OnJoined();
+  ApplyStripes(&session_, striped_);
 }
 
 bool PeerConnection::ReadSome(std::unique_lock<std::mutex>& session_lock, int reads_max) {
@@ -709,6 +800,7 @@ bool PeerConnection::ReadSome(std::unique_lock<std::mutex>& session_lock, int re
     }
     if (*count == 0) break;
     session_.OnRead(read, clock_->SteadyNs());
+    ApplyStripes(&session_, striped_);
     if (session_.receives().has_due()) StoreDue(session_lock);
   }
   return true;
@@ -744,74 +836,30 @@ bool PeerConnection::WriteSome(std::unique_lock<std::mutex>& session_lock) {
     }
     if (*count == 0) break;
     session_.Sent(*count, clock_->SteadyNs());
+    ApplyStripes(&session_, striped_);
   }
   return true;
 }
 
-// The session is over, and has said so.
+// The session is over, and has said so; or the channel goes on with another one. Without memory for
+// its streams a connection has no channel left.
 void PeerConnection::Finish() noexcept {
-  channel_->EndWrites();
+  entry_ = StreamBook::Entry();
+  if (!claim_.is_empty()) {
+    claim_.Deliver(std::move(channel_));
+  } else if (channel_ != nullptr) {
+    channel_->EndWrites();
+  }
   {
     const std::lock_guard lock(mutex_);
     QUIRE_CHECK(!status_.ok()) << "those that wait would wait for ever";
     is_over_ = true;
+    has_joined_ = !claim_.is_empty();
     is_wake_due_ = true;
     commands_.clear();
+    for (auto& stream : arrived_) stream.reset();
   }
   if (changed_here_) changed_here_();
-}
-
-namespace {
-
-// Until the socket is connected; the peer's answer is not waited for.
-Result<std::unique_ptr<ByteChannel>> ConnectChannel(const PeerEndpoint& peer,
-                                                    std::chrono::nanoseconds timeout,
-                                                    const TlsContext* tls) {
-  if (peer.is_ucx) return ConnectUcx(peer.address);
-  const Endpoint& endpoint = peer.address;
-  QUIRE_ASSIGN_OR_RETURN(Socket socket, Socket::Connect(endpoint));
-  PollEntry entry{.fd = socket.fd(), .wants_write = true};
-  // A signal of the host ends a wait before its time.
-  const std::shared_ptr<Clock> clock = MachineTime();
-  const int64_t until_ns = clock->SteadyNs() + timeout.count();
-  for (int64_t left = timeout.count(); !entry.can_write && left > 0;
-       left = until_ns - clock->SteadyNs()) {
-    PollSockets(std::span(&entry, 1), left);
-  }
-  if (!entry.can_write) {
-    return Status(StatusCode::kTimeout,
-                  "connecting to " + endpoint.ToString() + ": no answer within connect_timeout");
-  }
-  QUIRE_RETURN_IF_ERROR(socket.ConnectError());
-  if (endpoint.is_unix) return ConnectSharedMemory(std::move(socket));
-  if (tls == nullptr) return StreamChannel(std::move(socket));
-  // Without the interface of a link-local address, which no certificate has.
-  const std::string host = endpoint.address.substr(0, endpoint.address.find('%'));
-  QUIRE_ASSIGN_OR_RETURN(auto secured, tls->Start(socket.fd(), host));
-  return TlsChannel(std::move(socket), std::move(secured));
-}
-
-}  // namespace
-
-Result<std::shared_ptr<TransferPeer>> TransferPeer::Connect(const std::string& name,
-                                                            const TransferPeerOptions& options) {
-  return GuardEntry([&]() -> Result<std::shared_ptr<TransferPeer>> {
-    QUIRE_ASSIGN_OR_RETURN(const PeerEndpoint endpoint, PeerEndpoint::Parse(name));
-    QUIRE_RETURN_IF_ERROR(CheckReach(endpoint, options));
-    QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options));
-    QUIRE_ASSIGN_OR_RETURN(const auto tls, TlsOf(endpoint, options, /*listens=*/false));
-    session.is_connector = true;
-    session.carries_salts |= endpoint.address.is_unix || tls != nullptr;
-    const std::shared_ptr<Clock> clock = MachineTime();
-    const int64_t until = clock->SteadyNs() + options.connect_timeout.count();
-    QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<ByteChannel> channel,
-                           ConnectChannel(endpoint, options.connect_timeout, tls.get()));
-    QUIRE_ASSIGN_OR_RETURN(const std::shared_ptr<PeerConnection> connection,
-                           PeerConnection::Start(std::move(channel), endpoint.ToString(),
-                                                 std::move(session), nullptr));
-    QUIRE_RETURN_IF_ERROR(connection->WaitOpen(until));
-    return std::shared_ptr<TransferPeer>(connection);
-  });
 }
 
 }  // namespace quire

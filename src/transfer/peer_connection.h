@@ -5,6 +5,7 @@
 #ifndef QUIRE_TRANSFER_PEER_CONNECTION_H_
 #define QUIRE_TRANSFER_PEER_CONNECTION_H_
 
+#include <array>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -16,6 +17,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/spare_memory.h"
@@ -25,6 +27,8 @@
 #include "transfer/part_runs.h"
 #include "transfer/peer_endpoint.h"
 #include "transfer/send_pace.h"
+#include "transfer/stream_joins.h"
+#include "transfer/striped_channel.h"
 #include "transfer/transfer_session.h"
 
 namespace quire {
@@ -39,19 +43,33 @@ Status CheckReach(const PeerEndpoint& endpoint, const TransferPeerOptions& optio
 Result<std::shared_ptr<const TlsContext>> TlsOf(const PeerEndpoint& endpoint,
                                                 const TransferPeerOptions& options, bool listens);
 
-class PeerConnection final : public TransferPeer, private TransferSession::Owner {
+class PeerConnection final : public TransferPeer,
+                             public std::enable_shared_from_this<PeerConnection>,
+                             private TransferSession::Owner {
  public:
-  // `changed` is called from the connection's thread when it is open, and when it is over.
+  using StreamsGranted = TransferSession::StreamsGranted;
+
+  // `changed` is called from the connection's thread when it waits for streams, when it is open,
+  // and when it is over. `book`, of a listener: where its connections wait for streams.
   static Result<std::shared_ptr<PeerConnection>> Start(std::unique_ptr<ByteChannel> channel,
                                                        std::string endpoint,
                                                        TransferSession::Options options,
-                                                       std::function<void()> changed);
+                                                       std::function<void()> changed,
+                                                       std::shared_ptr<StreamBook> book = nullptr);
   PeerConnection(std::unique_ptr<ByteChannel> channel, std::string endpoint,
-                 TransferSession::Options options, Waker waker, std::function<void()> changed);
+                 TransferSession::Options options, Waker waker, std::function<void()> changed,
+                 std::shared_ptr<StreamBook> book);
   ~PeerConnection() override;
 
-  // Until both sides have compared passports: why not, if so.
+  // What brings streams to the connection; none if it opens without, or within the time does not
+  // come as far. Why it is over, if so.
+  Result<std::optional<StreamsGranted>> WaitStreams(int64_t until_ns);
+  // One of them.
+  void TakeStream(uint16_t stream, std::unique_ptr<ByteChannel> channel) noexcept;
+  // Until both sides have compared passports, and all streams are there: why not, if so.
   Status WaitOpen(int64_t until_ns);
+  // It is over because its socket has become a stream of another connection.
+  bool has_joined() const;
   bool is_open() const;
   // The peer has been told why it ended, or cannot be.
   bool is_over() const;
@@ -85,6 +103,8 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
 
   void OnOpen(int64_t window_bytes, const wire::Instance& receiver) override;
   void OnLoad(const TransferLoad& load) override;
+  void OnStreams(const StreamsGranted& streams) override;
+  Status OnJoin(const wire::TransferJoin& join, const wire::TransferHello& hello) override;
   void OnOver(const Status& why) noexcept override;
   void OnRequest(TransferRequest request) override;
   void OnSendOver(uint64_t epoch, const Status& why) override;
@@ -122,6 +142,7 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   void StoreDue(std::unique_lock<std::mutex>& session_lock);
   // Whether the connection is to be closed.
   bool RunCommands();
+  void BeginStreams(std::vector<std::unique_ptr<ByteChannel>> streams);
   void Finish() noexcept;
   // Until what was written reaches the peer without us: not for long, the peer may be dead.
   void Linger() noexcept;
@@ -134,14 +155,20 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   const std::shared_ptr<SharedSpareMemory> copies_ =
       std::make_shared<SharedSpareMemory>(kSpareBytesMax);
   const std::function<void()> changed_here_;
+  const std::shared_ptr<StreamBook> book_;  // null: nothing joins
   const Waker waker_;
 
   std::mutex wake_mutex_;  // before the others; held while wake_ runs
   std::function<void()> wake_;
 
-  const std::unique_ptr<ByteChannel> channel_;  // of the thread
-  mutable std::mutex session_mutex_;            // before mutex_, where both are held
+  // For the thread; null when it has become a stream of another connection.
+  std::unique_ptr<ByteChannel> channel_;
+  StripedChannel* striped_ = nullptr;  // channel_, once there are several streams
+  StreamBook::Entry entry_;            // of the thread, as long as streams may join
+  StreamBook::Claim claim_;            // of the thread
+  mutable std::mutex session_mutex_;   // before mutex_, where both are held
   TransferSession session_;
+  int64_t stream_count_ = 1;
   bool is_storing_ = false;         // in the receiver, without the session
   std::condition_variable stored_;  // it is not any more
 
@@ -150,7 +177,10 @@ class PeerConnection final : public TransferPeer, private TransferSession::Owner
   bool is_open_ = false;
   bool is_closing_ = false;
   bool is_over_ = false;  // nothing is sent or read any more
-  Status status_;         // why it is ending or over
+  bool has_joined_ = false;
+  std::optional<StreamsGranted> granted_;
+  std::array<std::unique_ptr<ByteChannel>, wire::kStreamsMax> arrived_;  // by number, from 1 on
+  Status status_;                                                        // why it is ending or over
   wire::Instance receiver_{};
   int64_t window_left_ = 0;
   int64_t window_bytes_ = 0;

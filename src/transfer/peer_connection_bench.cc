@@ -1,6 +1,6 @@
-// Rows from one connection to another in this process, over TCP, shared memory and UCX: digests,
-// staging memory and records included. Beside them one copy of the same bytes. Argument: bytes of a
-// part as a cache gives it; the connection cuts those above a frame.
+// Rows from one connection to another in this process, over one and several streams of TCP, shared
+// memory and UCX: digests, staging memory and records included. Beside them one copy of the same
+// bytes. Argument: bytes of a part as a cache gives it; the connection cuts those above a frame.
 #include <benchmark/benchmark.h>
 
 #include <cstring>
@@ -15,15 +15,16 @@ namespace {
 
 constexpr int64_t kParts = 16;  // of a forward
 
-void Move(benchmark::State& state, const std::string& endpoint) {
+void Move(benchmark::State& state, const std::string& endpoint, int64_t streams = 1) {
   const int64_t rows = state.range(0) / RowMemory::kRowBytes;
-  const auto loop = ConnectionLoop::Open(endpoint, kParts * rows);
+  const auto loop = ConnectionLoop::Open(endpoint, kParts * rows, streams);
   if (!loop.ok()) return state.SkipWithError(loop.status().ToString().c_str());
   for (auto _ : state) QUIRE_CHECK((*loop)->Move(rows).ok());
   state.SetBytesProcessed(state.iterations() * kParts * state.range(0));
 }
 
 void Tcp(benchmark::State& state) { Move(state, "127.0.0.1:0"); }
+void TcpInFourStreams(benchmark::State& state) { Move(state, "127.0.0.1:0", 4); }
 void SharedMemoryRings(benchmark::State& state) {
   Move(state, "unix:/tmp/quire-transfer-bench.sock");
 }
@@ -48,6 +49,7 @@ void Sizes(benchmark::internal::Benchmark* bench) {
   bench->UseRealTime();
 }
 BENCHMARK(Tcp)->Apply(Sizes);
+BENCHMARK(TcpInFourStreams)->Apply(Sizes);
 BENCHMARK(SharedMemoryRings)->Apply(Sizes);
 BENCHMARK(Ucx)->Apply(Sizes);
 BENCHMARK(Memcpy)->Apply(Sizes);

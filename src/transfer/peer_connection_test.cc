@@ -4,6 +4,8 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -820,8 +822,8 @@ TEST(ByteChannel, AWaitForNothingIsEndedByNothing) {
 // The threads of connections wait so, and have nobody to tell that there is no memory.
 TEST(PollSockets, AWaitForAFewTakesNoMemory) {
   auto [here, there] = SocketPair();
-  PollEntry entries[2] = {{.fd = here.fd(), .wants_write = true},
-                          {.fd = there.fd(), .wants_read = true}};
+  PollEntry entries[2 + wire::kStreamsMax] = {{.fd = here.fd(), .wants_write = true},
+                                              {.fd = there.fd(), .wants_read = true}};
   std::string told;
   RefuseEach("after PollSockets", StatusCode::kOk, [&] {
     PollSockets(entries, 0);  // what it would throw, nobody catches
@@ -831,6 +833,22 @@ TEST(PollSockets, AWaitForAFewTakesNoMemory) {
     });
   });
   EXPECT_EQ(told.front(), 'y');
+}
+
+TEST(Socket, AnIdlePeerIsAskedFor) {
+  Endpoint endpoint = Endpoint::Parse("127.0.0.1:0").value();
+  const Socket listener = Socket::Listen(&endpoint).value();
+  const Socket socket = Socket::Connect(endpoint).value();
+  const auto option = [&](int level, int name) {
+    int value = -1;
+    socklen_t size = sizeof(value);
+    EXPECT_EQ(::getsockopt(socket.fd(), level, name, &value, &size), 0);
+    return value;
+  };
+  EXPECT_EQ(option(SOL_SOCKET, SO_KEEPALIVE), 0);
+  socket.KeepAlive();
+  EXPECT_EQ(option(SOL_SOCKET, SO_KEEPALIVE), 1);
+  EXPECT_EQ(option(IPPROTO_TCP, TCP_KEEPIDLE), 30);
 }
 
 // A sender without a thread, whose channel the test carries and drops.

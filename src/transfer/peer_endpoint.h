@@ -13,6 +13,9 @@ struct PeerEndpoint {
   Endpoint address{};
   bool is_ucx = false;  // UCX finds the way; the address opens the connection
 
+  // Where several streams may carry one connection.
+  bool is_tcp() const { return !is_ucx && !address.is_unix; }
+
   // As Endpoint::Parse, and "ucx:ADDRESS:PORT".
   static Result<PeerEndpoint> Parse(std::string_view text);
   std::string ToString() const { return (is_ucx ? "ucx:" : "") + address.ToString(); }

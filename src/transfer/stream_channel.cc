@@ -22,6 +22,7 @@ class SocketStream final : public ByteChannel {
     if (!wants_read && !wants_write) return {};
     return {.entry = {.fd = socket_.fd(), .wants_read = wants_read, .wants_write = wants_write}};
   }
+  int loss_fd() const noexcept override { return socket_.fd(); }
 
  private:
   const Socket socket_;

@@ -52,6 +52,7 @@ class TlsStream final : public ByteChannel {
     return {.entry = {.fd = socket_.fd(), .wants_read = wants_read, .wants_write = writes},
             .is_ready = wants_read && (session_->has_buffered() || !failure_.ok())};
   }
+  int loss_fd() const noexcept override { return socket_.fd(); }
 
  private:
   // Whether the handshake is done.

@@ -116,6 +116,7 @@ TEST_F(TlsChannelTest, RowsAndSaltsArrive) {
   options.window_bytes = 1000 * kTestRowBytes;
   for (const std::string name : {"", "localhost"}) {
     options.tls_server_name = name;
+    options.streams = name.empty() ? 1 : 5;
     const Listening listening(ListenerTls());
     TestReceiver receiver;
     const auto to = listening.Connect(options);
@@ -145,6 +146,7 @@ TEST_F(TlsChannelTest, RowsAndSaltsArrive) {
     EXPECT_TRUE(receiver.WaitReceived(map.epoch, rows, *listening.clock, until).ok());
     receiver.CheckPages();
     EXPECT_EQ((*to)->stats().bytes_received, kTestLayers * rows * kTestRowBytes);
+    EXPECT_EQ(from->stats().streams, options.streams);
     ASSERT_TRUE((*to)->SetReceiver(nullptr).ok());
     // The other side learns why, through TLS too.
     (*to)->Close();

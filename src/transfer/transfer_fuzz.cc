@@ -26,6 +26,8 @@ void DecodeAll(std::span<const std::byte> bytes) {
   static_cast<void>(wire::DecodeTransferEnd(bytes).ok());
   static_cast<void>(wire::DecodeTransferLease(bytes).ok());
   static_cast<void>(wire::DecodeTransferData(bytes).ok());
+  static_cast<void>(wire::DecodeTransferStreams(bytes).ok());
+  static_cast<void>(wire::DecodeTransferJoin(bytes).ok());
   const std::string_view text = wire::TextOf(bytes);
   static_cast<void>(quire::MatchPassports(text, text).ok());
 }
@@ -39,11 +41,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   peer.SendRaw(bytes, size % 4 < 2);
   size_t at = 0;
   // Two bytes a choice; behind the last one everything is 0.
-  peer.RunSession([&](int64_t bound) -> int64_t {
+  const auto choose = [&](int64_t bound) -> int64_t {
     if (at + 2 > size) return 0;
     const int64_t value = data[at] | data[at + 1] << 8;
     at += 2;
     return value % bound;
-  });
+  };
+  peer.RunSession(choose);
+  at = 0;
+  peer.RunOpening(choose);
   return 0;
 }

@@ -1,6 +1,7 @@
 // One thread accepts connections; each has a thread of its own from then on, so that a stranger
 // that says nothing holds up nobody. Nor do many strangers: where all places are taken, the
-// connection that has been opening for the longest time makes room for the next one.
+// connection that has been opening for the longest time makes room for the next one. A connection
+// that may have several streams has a place for each of them until they have joined it.
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -35,6 +36,7 @@ class SocketListener final : public ByteListener {
     if (!socket.ok()) return socket.status();
     if (!socket->is_open()) return std::unique_ptr<ByteChannel>();
     if (endpoint_.is_unix) return AcceptSharedMemory(*std::move(socket));
+    socket->KeepAlive();
     if (tls_ == nullptr) return StreamChannel(*std::move(socket));
     QUIRE_ASSIGN_OR_RETURN(auto secured, tls_->Start(socket->fd(), ""));
     return TlsChannel(*std::move(socket), std::move(secured));
@@ -112,6 +114,7 @@ class PeerListener final : public TransferListener {
   void Run() noexcept {
     while (!Turn()) continue;
     opening_.clear();
+    joining_.clear();
     {
       const std::lock_guard lock(mutex_);
       open_.clear();
@@ -145,34 +148,39 @@ class PeerListener final : public TransferListener {
     return is_closed_;
   }
 
-  bool is_full() const { return accepted_.size() + opening_.size() >= peers_max_; }
+  bool is_full() const {
+    return accepted_.size() + joining_.size() + opening_.size() >= peers_max_ + book_->due();
+  }
   // From when on a connection finds a place; kNever: not before one is over.
-  int64_t RoomAt() const {
-    if (!is_full()) return 0;
+  int64_t RoomAt() const { return is_full() ? OldestGoesAt() : 0; }
+  int64_t OldestGoesAt() const {
     return opening_.empty() ? kNever : opening_.front().since_ns + kOpeningLeastNs;
   }
 
   Status AcceptOne() {
-    // What has opened meanwhile keeps its place.
-    if (RoomAt() > clock_->SteadyNs()) return Status();
+    // What has opened meanwhile keeps its place. Places for streams may go at any time: one look.
+    const bool takes_a_place = is_full();
+    if (takes_a_place && OldestGoesAt() > clock_->SteadyNs()) return Status();
     QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<ByteChannel> channel, listener_->Accept());
     if (channel == nullptr) return Status();
     opening_.reserve(opening_.size() + 1);
-    QUIRE_ASSIGN_OR_RETURN(auto peer, PeerConnection::Start(std::move(channel), name_, options_,
-                                                            [waker = waker_] { waker->Signal(); }));
-    if (is_full()) LetGoOldest();
+    QUIRE_ASSIGN_OR_RETURN(auto peer, PeerConnection::Start(
+                                          std::move(channel), name_, options_,
+                                          [waker = waker_] { waker->Signal(); }, book_));
+    if (takes_a_place) LetGoOldest();
     opening_.push_back({.peer = std::move(peer), .since_ns = clock_->SteadyNs()});
     return Status();
   }
 
   void LetGoOldest() {
     const Status own = opening_.front().peer->status();
+    const bool has_joined = opening_.front().peer->has_joined();
     const Status why(StatusCode::kTimeout,
                      "transfer: the peer had not opened the connection when another one came, and "
                      "all places, " +
                          std::to_string(peers_max_) + " (peers_max), were taken");
     opening_.erase(opening_.begin());
-    Refuse(own.ok() ? why : own);
+    if (!has_joined) Refuse(own.ok() ? why : own);
   }
 
   void Refuse(const Status& why) {
@@ -188,23 +196,35 @@ class PeerListener final : public TransferListener {
       const auto held = peer.lock();
       return held == nullptr || held->is_over();
     });
+    for (auto place = joining_.begin(); place != joining_.end();)
+      place = IsDecided(*place) ? joining_.erase(place) : place + 1;
     for (auto place = opening_.begin(); place != opening_.end();) {
-      const std::shared_ptr<PeerConnection>& peer = place->peer;
-      const Status status = peer->status();
-      if (status.ok() ? !peer->is_open() : !peer->is_over()) {
-        ++place;
-        continue;
-      }
-      if (status.ok()) {
-        accepted_.push_back(peer);
-        const std::lock_guard lock(mutex_);
-        open_.push_back(peer);
-        changed_.notify_all();
-      } else {
-        Refuse(status);
+      if (!IsDecided(place->peer)) {
+        const auto granted = place->peer->WaitStreams(/*until_ns=*/0);
+        if (!granted.ok() || !granted->has_value()) {
+          ++place;
+          continue;
+        }
+        // Its peer is known: it makes room for no stranger.
+        joining_.push_back(place->peer);
       }
       place = opening_.erase(place);
     }
+  }
+
+  // Whether the opening is over. One that is open is handed over then.
+  bool IsDecided(const std::shared_ptr<PeerConnection>& peer) {
+    const Status status = peer->status();
+    if (status.ok() ? !peer->is_open() : !peer->is_over()) return false;
+    if (status.ok()) {
+      accepted_.push_back(peer);
+      const std::lock_guard lock(mutex_);
+      open_.push_back(peer);
+      changed_.notify_all();
+    } else if (!peer->has_joined()) {
+      Refuse(status);
+    }
+    return true;
   }
 
   // A connection before the two sides know each other.
@@ -218,10 +238,12 @@ class PeerListener final : public TransferListener {
   const TransferSession::Options options_;
   const size_t peers_max_;
   const std::function<void(const Status&)> on_refused_;
-  const std::shared_ptr<const Waker> waker_;             // connections may outlive this
-  std::unique_ptr<ByteListener> listener_;               // of the thread
-  std::vector<Opening> opening_;                         // of the thread; the oldest first
-  std::vector<std::weak_ptr<PeerConnection>> accepted_;  // of the thread
+  const std::shared_ptr<const Waker> waker_;  // connections may outlive this
+  const std::shared_ptr<StreamBook> book_ = std::make_shared<StreamBook>();
+  std::unique_ptr<ByteListener> listener_;                // of the thread
+  std::vector<Opening> opening_;                          // of the thread; the oldest first
+  std::vector<std::shared_ptr<PeerConnection>> joining_;  // of the thread: they wait for streams
+  std::vector<std::weak_ptr<PeerConnection>> accepted_;   // of the thread
   bool is_short_ = false;  // of the thread: of files or memory, so the last turn accepted nobody
 
   mutable std::mutex mutex_;  // of all that follows
@@ -243,6 +265,7 @@ Result<std::unique_ptr<TransferListener>> TransferListener::Start(
     QUIRE_ASSIGN_OR_RETURN(TransferSession::Options session, SessionOptions(options.peer));
     QUIRE_ASSIGN_OR_RETURN(auto tls, TlsOf(endpoint, options.peer, /*listens=*/true));
     session.carries_salts |= endpoint.address.is_unix || tls != nullptr;
+    session.streams = endpoint.is_tcp() ? wire::kStreamsMax : 1;
     constexpr int64_t kPeersMax = 4096;
     if (options.peers_max < 1 || options.peers_max > kPeersMax) {
       return Status(StatusCode::kBadArgument,

@@ -45,7 +45,8 @@ Status With(Result<Decoded> decoded, F&& f) {
 TransferSession::TransferSession(Owner* owner, Options options, int64_t now_ns)
     : owner_(owner),
       options_(std::move(options)),
-      own_hello_{.has_secret = !options_.secret.empty(),
+      own_hello_{.version_last = options_.version,
+                 .has_secret = !options_.secret.empty(),
                  .heartbeat_ms = Milliseconds(options_.heartbeat_ns),
                  .dead_after_ms = Milliseconds(options_.dead_after_ns),
                  .lease_ms = Milliseconds(options_.lease_ns),
@@ -67,6 +68,7 @@ TransferSession::TransferSession(Owner* owner, Options options, int64_t now_ns)
       end_deadline_ns_(MomentAfter(now_ns, std::min(options_.dead_after_ns, kFewFramesNs))) {
   QUIRE_CHECK(options_.heartbeat_ns > 0 && options_.dead_after_ns > 0 && options_.lease_ns > 0);
   QUIRE_CHECK(options_.window_bytes > 0) << "no part could come";
+  QUIRE_CHECK(options_.streams >= 1 && options_.streams <= wire::kStreamsMax);
   // All of the opening is in one queue with what may pass rows: a request would come before it.
   writer_.QueueUrgent(TransferOpcode::kHello, wire::Encode(own_hello_));
 }
@@ -77,13 +79,13 @@ void TransferSession::OnRead(const FrameRead& read, int64_t now_ns) {
   QUIRE_CHECK(!receives_.has_due()) << "a part is not stored and more is read";
   now_ns_ = now_ns;
   heard_ns_ = now_ns;
-  if (state_ == State::kEnding || state_ == State::kOver) return;
+  if (!is_reading()) return;
   const Status status = reader_.OnRead(read);
   if (!status.ok()) Close(status, now_ns);
 }
 
 void TransferSession::Receive(std::span<const std::byte> bytes, int64_t now_ns) {
-  while (!bytes.empty() && state_ != State::kEnding && state_ != State::kOver) {
+  while (!bytes.empty() && is_reading()) {
     FrameRead read = BeginRead();
     const std::span<std::byte> place = read.places.front();
     const size_t count = std::min(bytes.size(), place.size());
@@ -98,8 +100,13 @@ void TransferSession::Receive(std::span<const std::byte> bytes, int64_t now_ns) 
   }
 }
 
+bool TransferSession::is_reading() const {
+  return state_ != State::kJoined && state_ != State::kEnding && state_ != State::kOver;
+}
+
+// What is striped cannot be read before the streams are there.
 bool TransferSession::accepts_input() const {
-  return state_ != State::kEnding && state_ != State::kOver &&
+  return is_reading() && (!is_striped_ || state_ != State::kJoins) &&
          writer_.urgent_count() < kAnswersWaitingMax && !receives_.waits_for_room();
 }
 
@@ -112,7 +119,7 @@ void TransferSession::Sent(size_t bytes, int64_t now_ns) {
 
 void TransferSession::Tick(int64_t now_ns) {
   now_ns_ = now_ns;
-  if (state_ == State::kOver) return;
+  if (state_ == State::kOver || state_ == State::kJoined) return;
   if (state_ == State::kEnding) {
     if (now_ns >= end_deadline_ns_) state_ = State::kOver;
     return;
@@ -120,8 +127,9 @@ void TransferSession::Tick(int64_t now_ns) {
   if (state_ != State::kOpen) {
     if (now_ns < end_deadline_ns_) return;
     return Close(Status(StatusCode::kTimeout,
-                        "transfer: the peer did not open the connection in "
-                        "the time allowed"),
+                        state_ == State::kJoins
+                            ? "transfer: not all streams of the connection came in the time allowed"
+                            : "transfer: the peer did not open the connection in the time allowed"),
                  now_ns);
   }
   if (accepts_input() && now_ns >= MomentAfter(heard_ns_, options_.dead_after_ns)) {
@@ -152,7 +160,7 @@ void TransferSession::Tick(int64_t now_ns) {
 }
 
 int64_t TransferSession::next_deadline() const {
-  if (state_ == State::kOver) return kNever;
+  if (state_ == State::kOver || state_ == State::kJoined) return kNever;
   if (state_ != State::kOpen) return end_deadline_ns_;
   int64_t next = std::min(receives_.next_deadline(), sends_.next_deadline());
   if (load_ != told_load_) next = std::min(next, MomentAfter(told_ns_, kLoadEveryNs));
@@ -198,6 +206,11 @@ Status TransferSession::OnFrame(const wire::TransferHeader& header,
     return Status();
   }
   if (state_ != State::kOpen) return OnOpening(header.opcode, head);
+  if (awaits_striped_) {
+    if (header.opcode == TransferOpcode::kStriped) return OnStriped(head);
+    return PeerBreach("sends a message of kind " + std::to_string(static_cast<int>(header.opcode)) +
+                      " where all streams were to begin");
+  }
   return OnMessage(header, head);
 }
 
@@ -205,19 +218,26 @@ Status TransferSession::OnOpening(TransferOpcode opcode, std::span<const std::by
   if (state_ == State::kHello && opcode == TransferOpcode::kHello) return OnHello(head);
   if (state_ == State::kProve && opcode == TransferOpcode::kProve) return OnProve(head);
   if (state_ == State::kPassport && opcode == TransferOpcode::kPassport) return OnPassport(head);
+  if (state_ == State::kStreams && opcode == TransferOpcode::kStreams) return OnStreams(head);
+  if (state_ == State::kJoins && awaits_striped_ && opcode == TransferOpcode::kStriped)
+    return OnStriped(head);
+  if (state_ == State::kHello && opcode == TransferOpcode::kJoin && !options_.is_connector)
+    return OnJoin(head);
   return PeerBreach("sends a message of kind " + std::to_string(static_cast<int>(opcode)) +
                     " before the connection is open");
 }
 
 Status TransferSession::OnHello(std::span<const std::byte> head) {
   QUIRE_ASSIGN_OR_RETURN(peer_hello_, wire::DecodeTransferHello(head));
-  if (peer_hello_.version_first > wire::kTransferVersion ||
-      peer_hello_.version_last < wire::kTransferVersion) {
+  if (peer_hello_.version_first > own_hello_.version_last ||
+      peer_hello_.version_last < own_hello_.version_first) {
     return Status(StatusCode::kIncompatible,
-                  "transfer: version: " + std::to_string(wire::kTransferVersion) + " here, " +
+                  "transfer: version: " + std::to_string(own_hello_.version_first) + " to " +
+                      std::to_string(own_hello_.version_last) + " here, " +
                       std::to_string(peer_hello_.version_first) + " to " +
                       std::to_string(peer_hello_.version_last) + " there");
   }
+  version_ = std::min(own_hello_.version_last, peer_hello_.version_last);
   if (peer_hello_.instance == own_hello_.instance)
     return PeerBreach("gives our own instance as its own");
   if (peer_hello_.has_secret != own_hello_.has_secret) {
@@ -261,6 +281,10 @@ void TransferSession::SendPassport() {
   writer_.QueueUrgent(TransferOpcode::kPassport, {bytes.begin(), bytes.end()});
   state_ = State::kPassport;
   reader_.set_head_bytes_max(wire::kPassportBytesMax);
+  // With the passport, so that one stream takes no time of its own.
+  if (!options_.is_connector || version_ < wire::kStreamsVersion) return;
+  writer_.QueueUrgent(TransferOpcode::kStreams,
+                      wire::Encode(wire::TransferStreams{static_cast<uint16_t>(options_.streams)}));
 }
 
 Status TransferSession::OnPassport(std::span<const std::byte> head) {
@@ -268,6 +292,82 @@ Status TransferSession::OnPassport(std::span<const std::byte> head) {
   if (!match.ok() && match.code() != StatusCode::kIncompatible)
     return PeerBreach("sends no passport: " + wire::PrintableText(match.message()));
   QUIRE_RETURN_IF_ERROR(match);
+  reader_.set_head_bytes_max(wire::kOpeningHeadBytesMax);
+  const bool is_one = options_.is_connector && options_.streams == 1;
+  if (version_ < wire::kStreamsVersion || is_one) {
+    Open();
+  } else {
+    state_ = State::kStreams;
+  }
+  return Status();
+}
+
+Status TransferSession::OnStreams(std::span<const std::byte> head) {
+  QUIRE_ASSIGN_OR_RETURN(wire::TransferStreams streams, wire::DecodeTransferStreams(head));
+  if (options_.is_connector) {
+    if (streams.count > options_.streams)
+      return PeerBreach("gives more streams than were asked for");
+    AwaitStreams(streams);
+    return Status();
+  }
+  if (streams.token != wire::StreamToken{}) return PeerBreach("draws the token of streams itself");
+  if (streams.count == 1) {
+    Open();
+    return Status();
+  }
+  streams.count = static_cast<uint16_t>(std::min<int64_t>(streams.count, options_.streams));
+  streams.token = options_.token;
+  writer_.QueueUrgent(TransferOpcode::kStreams, wire::Encode(streams));
+  AwaitStreams(streams);
+  return Status();
+}
+
+void TransferSession::AwaitStreams(const wire::TransferStreams& granted) {
+  if (granted.count == 1) return Open();
+  state_ = State::kJoins;
+  awaits_striped_ = options_.is_connector;
+  owner_->OnStreams(
+      {.connection = options_.is_connector ? peer_hello_.instance : own_hello_.instance,
+       .key = wire::JoinKey(granted.token, options_.secret),
+       .count = granted.count});
+}
+
+void TransferSession::OnJoined() {
+  if (state_ != State::kJoins) return;  // it has ended meanwhile
+  QUIRE_CHECK(!has_joined_) << "streams join once";
+  has_joined_ = true;
+  if (!options_.is_connector || is_striped_) BeginStripes();
+}
+
+// The listener sees that all streams are there, and says so first; the connecting side answers.
+void TransferSession::BeginStripes() {
+  reads_striped_ = options_.is_connector;
+  awaits_striped_ = !options_.is_connector;
+  writer_.QueueUrgent(TransferOpcode::kStriped, {});
+  Open();
+}
+
+Status TransferSession::OnStriped(std::span<const std::byte> head) {
+  if (!head.empty()) return PeerBreach("sends the begin of all streams with fields");
+  awaits_striped_ = false;
+  if (!options_.is_connector) {
+    reads_striped_ = true;
+    return Status();
+  }
+  is_striped_ = true;
+  if (has_joined_) BeginStripes();
+  return Status();
+}
+
+Status TransferSession::OnJoin(std::span<const std::byte> head) {
+  QUIRE_ASSIGN_OR_RETURN(const wire::TransferJoin join, wire::DecodeTransferJoin(head));
+  if (has_output()) return PeerBreach("joins before it has read what its proof is made of");
+  QUIRE_RETURN_IF_ERROR(owner_->OnJoin(join, own_hello_));
+  state_ = State::kJoined;
+  return Status();
+}
+
+void TransferSession::Open() {
   state_ = State::kOpen;
   receives_.SetSenderLease(int64_t{peer_hello_.lease_ms} * kNsPerMs);
   // The peer may be less patient than this side knew.
@@ -280,7 +380,6 @@ Status TransferSession::OnPassport(std::span<const std::byte> head) {
                                : std::max(options_.window_bytes, wire::kPartBytesMax);
   owner_->OnOpen(std::min(static_cast<int64_t>(peer_hello_.window_bytes), held_max),
                  peer_hello_.instance);
-  return Status();
 }
 
 // --------------------------------------------------------------------------------------- messages
@@ -336,6 +435,9 @@ Status TransferSession::OnMessage(const wire::TransferHeader& header,
     case TransferOpcode::kProve:
     case TransferOpcode::kPassport:
     case TransferOpcode::kGoodbye:
+    case TransferOpcode::kStreams:
+    case TransferOpcode::kJoin:
+    case TransferOpcode::kStriped:
       break;
   }
   return PeerBreach("sends a message of kind " + std::to_string(static_cast<int>(header.opcode)) +

@@ -137,6 +137,21 @@ TEST(HostileTransferPeer, BreaksNothingInManySessions) {
   }
 }
 
+TEST(HostileTransferPeer, OpensNothingThatIsNotWhole) {
+  const int64_t openings = RoundsOf(30'000);
+  ReportFigure("openings", 2 * openings);
+  for (const char* secret : {"", "a secret"}) {
+    HostileTransferPeer peer(secret);
+    RandomSequence random(SoakSeed(7), *secret == 0 ? 0 : 1);
+    for (int64_t i = 0; i < openings; ++i) {
+      SCOPED_TRACE(i);
+      peer.RunOpening([&](int64_t bound) { return random.Below(bound); });
+    }
+    EXPECT_GT(peer.openings, openings / 50);
+    EXPECT_GT(peer.joins, openings / 50);
+  }
+}
+
 TEST(TransferSession, MovesRowsLayerByLayerInPiecesOfAnySize) {
   for (const size_t piece : {size_t{1}, size_t{7}, size_t{1} << 20}) {
     SessionPair pair("a secret", "a secret");
@@ -874,8 +889,8 @@ TEST(TransferSession, BreachesEndTheConnectionWithAReason) {
   }
 }
 
-// The receiver's frame about the first part that is sent to it. Its hello, passport, job and map
-// come before: the first frame is 4.
+// The receiver's frame about the first part that is sent to it. Its hello, passport, streams, job
+// and map come before: the first frame is 5.
 void TellOfFirstPart(SessionPair* pair, uint64_t frame, bool wants_again) {
   const wire::TransferCredit credit{1, wants_again};
   pair->sender.session.Receive(MakeFrame(frame, TransferOpcode::kCredit, wire::Encode(credit)),
@@ -890,7 +905,7 @@ TEST(TransferSession, APartIsConfirmedAfterItWasSentAlone) {
     const ReceiveMap map = pair.Ask(4);
     pair.SendAll(map.epoch, 0, 4);
     TakeOutput(&pair.sender.session, 1 << 20, pair.now);  // what announces the first part
-    TellOfFirstPart(&pair, 4, wants_again);
+    TellOfFirstPart(&pair, 5, wants_again);
     EXPECT_EQ(pair.sender.session.status().code(), StatusCode::kCorrupt);
     EXPECT_EQ(pair.sender.session.sends().parts_sent_again, 0);
   }
@@ -902,7 +917,7 @@ TEST(TransferSession, APartIsSentAgainTwiceAtMost) {
   const ReceiveMap map = pair.Ask(4);
   pair.SendAll(map.epoch, 0, 4);
   while (pair.sender.session.has_output()) TakeOutput(&pair.sender.session, 1 << 20, pair.now);
-  for (uint64_t frame = 4; frame < 7; ++frame) {
+  for (uint64_t frame = 5; frame < 8; ++frame) {
     EXPECT_TRUE(pair.sender.session.is_open()) << frame;
     TellOfFirstPart(&pair, frame, true);
   }
@@ -925,6 +940,203 @@ TEST(TransferSession, PartsOfWhatWasNotAskedForGoNowhere) {
   EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 0), 4);
   EXPECT_EQ(pair.receiver.receiver.views, kTestLayers);
   EXPECT_EQ(pair.sender.window_left, pair.sender.window_bytes);
+}
+
+// ---- Several streams
+
+SessionPair PairOfStreams(int64_t wanted, int64_t given, uint16_t version_here = 3,
+                          uint16_t version_there = 3) {
+  TransferSession::Options connector = TestSessionOptions(true, "a secret");
+  connector.streams = wanted;
+  connector.version = version_here;
+  TransferSession::Options listener = TestSessionOptions(false, "a secret");
+  listener.streams = given;
+  listener.version = version_there;
+  listener.token = {std::byte{7}};
+  return SessionPair(connector, listener);
+}
+
+TEST(TransferSession, StreamsAreGrantedBeforeTheConnectionOpens) {
+  const struct {
+    int64_t wanted, given;
+    uint16_t count;
+  } cases[] = {{2, 16, 2}, {16, 16, 16}, {8, 3, 3}};
+  for (const auto& each : cases) {
+    SessionPair pair = PairOfStreams(each.wanted, each.given);
+    pair.Exchange();
+    for (const TestSession* side : {&pair.receiver, &pair.sender}) {
+      EXPECT_FALSE(side->is_open);
+      ASSERT_TRUE(side->granted.has_value());
+      EXPECT_EQ(side->granted->count, each.count);
+      EXPECT_EQ(side->granted->connection, wire::Instance{std::byte{2}});
+      EXPECT_EQ(side->granted->key, wire::JoinKey({std::byte{7}}, "a secret"));
+    }
+    for (TestSession* side : {&pair.sender, &pair.receiver}) {
+      side->session.OnJoined();
+      pair.Exchange();
+    }
+    EXPECT_TRUE(pair.receiver.is_open && pair.sender.is_open);
+    const ReceiveMap map = pair.Ask(4);
+    pair.SendAll(map.epoch, 0, 4);
+    pair.sender.SendRecord(map.epoch, 0, 4);
+    pair.Exchange();
+    EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 1), 4);
+    pair.receiver.receiver.CheckPages();
+  }
+}
+
+TEST(TransferSession, OneStreamNeedsNoAnswer) {
+  for (const auto& [wanted, given] : {std::pair(1, 16), std::pair(1, 1), std::pair(8, 1)}) {
+    SessionPair pair = PairOfStreams(wanted, given);
+    pair.Exchange();
+    EXPECT_TRUE(pair.receiver.is_open && pair.sender.is_open) << wanted << " of " << given;
+    EXPECT_FALSE(pair.receiver.granted || pair.sender.granted);
+  }
+}
+
+// What an older Quire speaks; the frames of both are of one version.
+TEST(TransferSession, VersionsAgreeOnTheLastThatBothSpeak) {
+  for (const auto& [here, there] : {std::pair(2, 3), std::pair(3, 2), std::pair(2, 2)}) {
+    SessionPair pair =
+        PairOfStreams(8, 16, static_cast<uint16_t>(here), static_cast<uint16_t>(there));
+    pair.Exchange();
+    ASSERT_TRUE(pair.receiver.is_open && pair.sender.is_open) << here << " and " << there;
+    EXPECT_FALSE(pair.receiver.granted || pair.sender.granted);
+    const ReceiveMap map = pair.Ask(4);
+    pair.SendAll(map.epoch, 0, 4);
+    pair.sender.SendRecord(map.epoch, 0, 4);
+    pair.Exchange();
+    EXPECT_EQ(pair.receiver.receiver.CompleteRows(map.epoch, 1), 4);
+  }
+  wire::TransferHello hello{.version_first = 4,
+                            .version_last = 5,
+                            .heartbeat_ms = 1,
+                            .dead_after_ms = 1,
+                            .lease_ms = 1,
+                            .window_bytes = 1};
+  for (const uint16_t version : {1, 4}) {
+    hello.version_first = hello.version_last = version;
+    TestSession side(TestSessionOptions(true));
+    side.session.Receive(MakeFrame(0, TransferOpcode::kHello, wire::Encode(hello)), 0);
+    EXPECT_EQ(side.session.status().code(), StatusCode::kIncompatible);
+    EXPECT_NE(side.session.status().message().find("version: 2 to 3 here"), std::string::npos)
+        << side.session.status().ToString();
+  }
+}
+
+// Bytes behind the frame that says it are of all streams, and none before it.
+TEST(TransferSession, EachSideChangesToAllStreamsBehindItsOwnWord) {
+  SessionPair pair = PairOfStreams(2, 2);
+  pair.Exchange();
+  TransferSession& connects = pair.receiver.session;
+  TransferSession& listens = pair.sender.session;
+  listens.OnJoined();
+  EXPECT_TRUE(pair.sender.is_open);
+  EXPECT_FALSE(pair.receiver.is_open);
+  listens.SetLoad({.queued_tokens = 1, .ns_per_token = 1});
+  pair.now = kTestSecondNs;
+  listens.Tick(pair.now);  // a load is said, behind the word
+  ASSERT_EQ(listens.Gather(8).size(), 1U) << "no frame goes with the one that ends plain bytes";
+  EXPECT_FALSE(listens.TakeWritesStriped());
+  connects.Receive(TakeOutput(&listens, wire::kTransferHeaderBytes - 1, pair.now), pair.now);
+  EXPECT_FALSE(listens.TakeWritesStriped());
+  const std::vector<std::byte> last = TakeOutput(&listens, 1 << 20, pair.now);
+  EXPECT_EQ(last.size(), 1U);
+  EXPECT_TRUE(listens.TakeWritesStriped());
+  EXPECT_FALSE(listens.TakeWritesStriped()) << "once";
+  EXPECT_FALSE(listens.TakeReadsStriped());
+  // The connecting side has not seen its streams yet: what is striped cannot be read.
+  connects.Receive(last, pair.now);
+  EXPECT_FALSE(pair.receiver.is_open);
+  EXPECT_FALSE(connects.accepts_input());
+  EXPECT_FALSE(connects.TakeReadsStriped());
+  connects.OnJoined();
+  EXPECT_TRUE(pair.receiver.is_open);
+  EXPECT_TRUE(connects.accepts_input());
+  EXPECT_TRUE(connects.TakeReadsStriped());
+  const std::vector<std::byte> answer = TakeOutput(&connects, 1 << 20, pair.now);
+  EXPECT_TRUE(connects.TakeWritesStriped());
+  listens.Receive(answer, pair.now);
+  EXPECT_TRUE(listens.TakeReadsStriped());
+  pair.Exchange();
+  EXPECT_EQ(pair.receiver.load.queued_tokens, 1);
+  EXPECT_TRUE(connects.is_open() && listens.is_open());
+}
+
+TEST(TransferSession, StreamsThatDoNotComeEndTheOpening) {
+  SessionPair pair = PairOfStreams(4, 4);
+  pair.Exchange();
+  for (TestSession* side : {&pair.receiver, &pair.sender}) {
+    EXPECT_LE(side->session.next_deadline(), 3 * kTestSecondNs);
+    side->session.Tick(3 * kTestSecondNs);
+    EXPECT_EQ(side->session.status().code(), StatusCode::kTimeout);
+    EXPECT_NE(side->session.status().message().find("not all streams"), std::string::npos);
+    side->session.OnJoined();  // too late
+    EXPECT_FALSE(side->is_open);
+  }
+}
+
+// Which side each breach is made to, when it waits for streams, and in which frame.
+TEST(TransferSession, BreachesWhereStreamsBeginEndTheConnection) {
+  wire::TransferStreams many{.count = 5};
+  wire::TransferStreams drawn{.count = 2};
+  drawn.token[0] = std::byte{1};
+  const struct {
+    const char* name;
+    bool is_to_listener;
+    bool has_joined;
+    TransferOpcode opcode;
+    std::vector<std::byte> head;
+  } cases[] = {
+      {"rows before the streams", true, false, TransferOpcode::kLease,
+       wire::Encode(wire::TransferLease{1})},
+      {"streams twice", true, false, TransferOpcode::kStreams, wire::Encode(drawn)},
+      {"a listener is told first", true, false, TransferOpcode::kStriped, {}},
+      {"not striped", true, true, TransferOpcode::kHeartbeat, {}},
+      {"striped with fields", true, true, TransferOpcode::kStriped, std::vector<std::byte>(1)},
+      {"a join on a connection", true, true, TransferOpcode::kJoin,
+       wire::Encode(wire::TransferJoin{})},
+      {"granted twice", false, false, TransferOpcode::kStreams, wire::Encode(many)},
+      {"a word before all streams", false, false, TransferOpcode::kLoad,
+       wire::Encode(TransferLoad{})},
+  };
+  for (const auto& each : cases) {
+    SCOPED_TRACE(each.name);
+    SessionPair pair = PairOfStreams(4, 4);
+    pair.Exchange();
+    if (each.has_joined) {
+      pair.sender.session.OnJoined();
+      pair.Carry(&pair.sender, &pair.receiver, 1 << 20, {});
+    }
+    TestSession& side = each.is_to_listener ? pair.sender : pair.receiver;
+    // Hello, proof, passport and streams come before.
+    side.session.Receive(MakeFrame(4, each.opcode, each.head), pair.now);
+    EXPECT_EQ(side.session.status().code(), StatusCode::kCorrupt)
+        << side.session.status().ToString();
+    EXPECT_FALSE(side.session.TakeReadsStriped());
+  }
+}
+
+// In place of the streams that were asked for, or of the question.
+TEST(TransferSession, StreamsThatNobodyAskedForEndTheConnection) {
+  wire::TransferStreams drawn{.count = 2};
+  drawn.token[0] = std::byte{1};
+  for (const bool is_to_listener : {false, true}) {
+    SessionPair pair = PairOfStreams(4, 4);
+    TestSession& from = is_to_listener ? pair.receiver : pair.sender;
+    TestSession& to = is_to_listener ? pair.sender : pair.receiver;
+    // Three frames each: the rest of what the connecting side says is not carried.
+    for (int i = 0; i < 3; ++i) {
+      to.session.Receive(TakeOutput(&from.session, 1 << 20, 0), 0);
+      from.session.Receive(TakeOutput(&to.session, 1 << 20, 0), 0);
+    }
+    ASSERT_TRUE(to.session.status().ok() && !to.is_open);
+    const wire::TransferStreams wrong =
+        is_to_listener ? drawn : wire::TransferStreams{.count = 5, .token = {std::byte{1}}};
+    to.session.Receive(MakeFrame(3, TransferOpcode::kStreams, wire::Encode(wrong)), 0);
+    EXPECT_EQ(to.session.status().code(), StatusCode::kCorrupt) << to.session.status().ToString();
+    EXPECT_FALSE(to.granted.has_value());
+  }
 }
 
 // Bytes of both directions that are lost, repeated, moved, changed or cut off.

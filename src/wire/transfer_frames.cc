@@ -59,7 +59,7 @@ void EncodeTransferHeader(const TransferHeader& header,
   bytes.reserve(kTransferHeaderBytes);
   FieldWriter writer(&bytes);
   writer.AddText(kTransferMagic)
-      .Add(kTransferVersion)
+      .Add(kTransferFrameVersion)
       .Add(static_cast<uint8_t>(header.opcode))
       .Add(uint8_t{0})
       .Add(header.number)
@@ -85,10 +85,10 @@ Result<TransferHeader> DecodeTransferHeader(std::span<const std::byte, kTransfer
   header.head_crc = reader.Take<uint32_t>();
   if (Crc32c(bytes.data(), kHeadCrcEnd) != reader.Take<uint32_t>())
     return Malformed("the header's checksum is wrong");
-  if (version != kTransferVersion) {
+  if (version != kTransferFrameVersion) {
     return Status(StatusCode::kIncompatible,
                   "transfer frame: of version " + std::to_string(version) +
-                      "; this side speaks version " + std::to_string(kTransferVersion));
+                      "; this side speaks version " + std::to_string(kTransferFrameVersion));
   }
   if (header.number != number) {
     return Malformed("it has number " + std::to_string(header.number) + " where " +
@@ -379,6 +379,41 @@ Result<TransferLoad> DecodeTransferLoad(std::span<const std::byte> head) {
   return load;
 }
 
+std::vector<std::byte> Encode(const TransferStreams& streams) {
+  std::vector<std::byte> head;
+  FieldWriter(&head).Add(streams.count).AddBytes(streams.token);
+  return head;
+}
+
+Result<TransferStreams> DecodeTransferStreams(std::span<const std::byte> head) {
+  FieldReader reader(head);
+  TransferStreams streams;
+  streams.count = reader.Take<uint16_t>();
+  const auto token = reader.TakeBytes(kTokenBytes);
+  if (!reader.ok() || streams.count < 1) return Malformed("streams of the wrong length, or none");
+  std::copy(token.begin(), token.end(), streams.token.begin());
+  return streams;
+}
+
+std::vector<std::byte> Encode(const TransferJoin& join) {
+  std::vector<std::byte> head;
+  FieldWriter writer(&head);
+  AddInstance(&writer, join.connection);
+  writer.Add(join.stream).AddBytes(std::as_bytes(std::span(join.proof.bytes)));
+  return head;
+}
+
+Result<TransferJoin> DecodeTransferJoin(std::span<const std::byte> head) {
+  FieldReader reader(head);
+  TransferJoin join;
+  join.connection = TakeInstance(&reader);
+  join.stream = reader.Take<uint16_t>();
+  const auto proof = reader.TakeBytes(sizeof(join.proof.bytes));
+  if (!reader.ok()) return Malformed("a join of the wrong length");
+  std::memcpy(join.proof.bytes.data(), proof.data(), proof.size());
+  return join;
+}
+
 std::vector<std::byte> Encode(const TransferData& data) {
   std::vector<std::byte> head;
   FieldWriter(&head).Add(data.part).Add(data.offset);
@@ -399,6 +434,21 @@ Digest TransferProof(std::string_view secret, std::string_view label,
   return HmacSha256(secret)
       .Update(std::as_bytes(std::span(label.data(), label.size())))
       .Update(Encode(connector))
+      .Update(Encode(listener))
+      .Finish();
+}
+
+// The token has one length, so no two pairs are one key.
+std::string JoinKey(const StreamToken& token, std::string_view secret) {
+  return std::string(TextOf(token)) + std::string(secret);
+}
+
+Digest JoinProof(std::string_view key, const Instance& connection, uint16_t stream,
+                 const TransferHello& listener) {
+  return HmacSha256(key)
+      .Update(std::as_bytes(std::span(kJoinProofLabel.data(), kJoinProofLabel.size())))
+      .Update(connection)
+      .Update(std::as_bytes(std::span(&stream, 1)))
       .Update(Encode(listener))
       .Finish();
 }

@@ -19,7 +19,13 @@
 namespace quire::wire {
 
 inline constexpr std::string_view kTransferMagic = "QTRN";
-inline constexpr uint16_t kTransferVersion = 2;
+// The version of frames: it stands in each of them, whatever messages both sides speak.
+inline constexpr uint16_t kTransferFrameVersion = 2;
+// The versions of messages: what this side speaks. The hellos agree on one.
+inline constexpr uint16_t kTransferVersionFirst = 2;
+inline constexpr uint16_t kTransferVersion = 3;
+// From this version on a connection may have several streams.
+inline constexpr uint16_t kStreamsVersion = 3;
 inline constexpr size_t kTransferHeaderBytes = 32;
 // A frame with its header: what a peer may make others wait behind (design.md section 6).
 inline constexpr int64_t kTransferFrameBytesMax = int64_t{1} << 20;
@@ -35,6 +41,14 @@ inline constexpr int64_t kPartBytesMax = int64_t{64} << 20;
 inline constexpr int kPartAgainMax = 2;
 inline constexpr size_t kInstanceBytes = 16;
 using Instance = std::array<std::byte, kInstanceBytes>;
+// Streams of one connection, as this side takes part in it.
+inline constexpr int64_t kStreamsMax = 16;
+// Bytes of a direction that go over one stream before the next one has its turn.
+inline constexpr uint64_t kStripeBytes = uint64_t{64} << 10;
+// What a listener draws for a connection that is to have several streams: the side that brings
+// one knows it.
+inline constexpr size_t kTokenBytes = 32;
+using StreamToken = std::array<std::byte, kTokenBytes>;
 
 enum class TransferOpcode : uint8_t {
   kHello = 1,
@@ -52,6 +66,9 @@ enum class TransferOpcode : uint8_t {
   kHeartbeat = 13,
   kGoodbye = 14,
   kLoad = 15,
+  kStreams = 16,
+  kJoin = 17,     // in place of a hello: the socket becomes a stream of a connection
+  kStriped = 18,  // what follows goes over all streams
 };
 
 struct TransferHeader {
@@ -70,7 +87,7 @@ Result<TransferHeader> DecodeTransferHeader(std::span<const std::byte, kTransfer
                                             uint64_t number, int64_t head_bytes_max);
 
 struct TransferHello {
-  uint16_t version_first = kTransferVersion;
+  uint16_t version_first = kTransferVersionFirst;
   uint16_t version_last = kTransferVersion;
   bool has_secret = false;
   uint32_t heartbeat_ms = 0;
@@ -80,6 +97,19 @@ struct TransferHello {
   // Drawn by this side for this connection: epochs begin at 1 in every process.
   Instance instance{};
   std::array<std::byte, kNonceBytes> nonce{};
+};
+
+// From the connecting side: how many streams it wants, without a token. From the listener: how many
+// it gets.
+struct TransferStreams {
+  uint16_t count = 0;  // 1 at least
+  StreamToken token{};
+};
+
+struct TransferJoin {
+  Instance connection{};  // the listener's instance of it
+  uint16_t stream = 0;    // from 1 on: stream 0 is the connection's own
+  Digest proof{};         // JoinProof
 };
 
 struct TransferMap {
@@ -139,6 +169,8 @@ std::vector<std::byte> Encode(const TransferCredit& credit);
 std::vector<std::byte> EncodeEnd(uint64_t epoch, const Status& status);
 std::vector<std::byte> Encode(const TransferLease& lease);
 std::vector<std::byte> Encode(const TransferLoad& load);
+std::vector<std::byte> Encode(const TransferStreams& streams);
+std::vector<std::byte> Encode(const TransferJoin& join);
 
 // Corrupt for what no sender of this version writes.
 Result<TransferHello> DecodeTransferHello(std::span<const std::byte> head);
@@ -150,6 +182,8 @@ Result<TransferCredit> DecodeTransferCredit(std::span<const std::byte> head);
 Result<TransferEnd> DecodeTransferEnd(std::span<const std::byte> head);
 Result<TransferLease> DecodeTransferLease(std::span<const std::byte> head);
 Result<TransferLoad> DecodeTransferLoad(std::span<const std::byte> head);
+Result<TransferStreams> DecodeTransferStreams(std::span<const std::byte> head);
+Result<TransferJoin> DecodeTransferJoin(std::span<const std::byte> head);
 
 // What a peer says, a stranger perhaps, for messages and logs: one line of ASCII, anything else as
 // '?'.
@@ -172,6 +206,13 @@ inline constexpr std::string_view kConnectorProofLabel = "quire/transfer/1 conne
 inline constexpr std::string_view kListenerProofLabel = "quire/transfer/1 listener";
 Digest TransferProof(std::string_view secret, std::string_view label,
                      const TransferHello& connector, const TransferHello& listener);
+
+// What shows that a socket is brought by the side that was given the token. `listener` is what the
+// listener has said on this socket, so that no proof can be used twice.
+inline constexpr std::string_view kJoinProofLabel = "quire/transfer/3 join";
+std::string JoinKey(const StreamToken& token, std::string_view secret);
+Digest JoinProof(std::string_view key, const Instance& connection, uint16_t stream,
+                 const TransferHello& listener);
 
 }  // namespace quire::wire
 

@@ -66,6 +66,12 @@ TransferPart SomePart() {
           .digest = 0x01020304};
 }
 
+TransferJoin SomeJoin() {
+  TransferJoin join{.connection = SixteenAb(), .stream = 1};
+  join.proof.bytes.fill(0xcd);
+  return join;
+}
+
 TEST(TransferFrames, TheExamplesOfThePageAreWhatIsWritten) {
   const struct {
     const char* name;
@@ -79,6 +85,8 @@ TEST(TransferFrames, TheExamplesOfThePageAreWhatIsWritten) {
                    .receiver = SixteenAb(), .epoch = 7, .first_row = 256, .count = 256}))},
       {"cancel", FrameOf(6, TransferOpcode::kCancel,
                          EncodeEnd(7, Status(StatusCode::kCancelled, "the reservation is over")))},
+      {"streams", FrameOf(2, TransferOpcode::kStreams, Encode(TransferStreams{.count = 4}))},
+      {"join", FrameOf(0, TransferOpcode::kJoin, Encode(SomeJoin()))},
   };
   for (const auto& example : examples) {
     EXPECT_EQ(HexOf(PageExample(example.name)), HexOf(example.frame)) << example.name;
@@ -126,6 +134,11 @@ TEST(TransferFrames, MessagesComeBackAsTheyWere) {
   EXPECT_TRUE(DecodeTransferRecord(Encode(TransferRecord{.is_aborted = true}))->is_aborted);
   EXPECT_EQ(DecodeTransferLease(Encode(TransferLease{12}))->epoch, 12U);
   EXPECT_EQ(DecodeTransferData(Encode(TransferData{3, 4}))->offset, 4);
+  const TransferStreams streams{.count = 16, .token = {std::byte{1}, std::byte{2}}};
+  EXPECT_EQ(Encode(*DecodeTransferStreams(Encode(streams))), Encode(streams));
+  EXPECT_EQ(DecodeTransferStreams(Encode(streams))->count, 16);
+  EXPECT_EQ(Encode(*DecodeTransferJoin(Encode(SomeJoin()))), Encode(SomeJoin()));
+  EXPECT_EQ(DecodeTransferJoin(Encode(SomeJoin()))->proof, SomeJoin().proof);
   const Status full(StatusCode::kFull, "no room");
   EXPECT_EQ(DecodeTransferEnd(EncodeEnd(8, full))->status().ToString(), full.ToString());
   EXPECT_EQ(DecodeTransferEnd(EncodeEnd(8, Status()))->status().code(), StatusCode::kCancelled);
@@ -161,6 +174,9 @@ TEST(TransferFrames, CutAndLongMessagesAreRefused) {
   refuses_others(Encode(TransferLease{1}), DecodeTransferLease);
   refuses_others(Encode(TransferData{1, 2}), DecodeTransferData);
   refuses_others(Encode(TransferLoad{1, 2}), DecodeTransferLoad);
+  refuses_others(Encode(TransferStreams{.count = 1}), DecodeTransferStreams);
+  refuses_others(Encode(SomeJoin()), DecodeTransferJoin);
+  EXPECT_FALSE(DecodeTransferStreams(Encode(TransferStreams{.count = 0})).ok());
   // A list that claims more than there is takes no memory for it: the salt, the tokens.
   for (const size_t place : {33, 37}) {
     std::vector<std::byte> lying = job;

@@ -300,7 +300,7 @@ def test_several_requests_at_once_and_samples_of_one(start: Start, roomy: TinyMo
     with quire.Engine(roomy.directory, threads=1) as engine:
         alone = engine.generate(prompts, **options)
     prefill = start(roomy.directory)
-    with engine_from(roomy, prefill.address, staging_bytes=10_000) as engine:
+    with engine_from(roomy, prefill.address, staging_bytes=10_000, prefill_streams=3) as engine:
         await_connected(engine)
         found = engine.generate(prompts, **options)
         assert all(map(same_answers, found, alone))
@@ -309,7 +309,7 @@ def test_several_requests_at_once_and_samples_of_one(start: Start, roomy: TinyMo
         assert 0 < stats["staging_bytes_largest"] <= 10_000 < stats["remote_bytes"]
         assert stats["remote_tokens"] == sum(result.usage.remote_tokens for result in found) > 0
         (peer,) = engine.prefill_peers()
-        assert peer.connected and peer.error == "" and peer.losses == 0
+        assert peer.connected and peer.error == "" and peer.losses == 0 and peer.streams == 3
         assert peer.tokens == stats["remote_tokens"] and peer.bytes == stats["remote_bytes"] > 0
         assert stats["remote_waiting"] == stats["remote_losses"] == 0
 
@@ -587,6 +587,8 @@ def test_auto_computes_short_prompts_here(start: Start, roomy: TinyModel) -> Non
         (["generate", "x", "--prefill-from", "a:1,,b:2"], "no address"),
         (["generate", "x", "--prefill-remote", "always"], "no effect without --prefill-from"),
         (["generate", "x", "--on-peer-loss", "fail"], "no effect without --prefill-from"),
+        (["generate", "x", "--prefill-streams", "2"], "no effect without --prefill-from"),
+        (["generate", "x", "--prefill-from", "a:1", "--prefill-streams", "17"], "from 1 to 16"),
         (["chat", "--peer-dead-after", "2"], "no effect without --prefill-from"),
         (["serve", "--peer-dead-after", "2"], "without --prefill-from or --prefill-listen"),
         (["generate", "x", "--prefill-from", "a:1", "--peer-dead-after", "0.5"], "at least 1"),
@@ -611,6 +613,8 @@ def test_options_of_engines_are_checked(roomy: TinyModel, tmp_path: Path) -> Non
         ({"prefill_from": ["127.0.0.1:1"], "on_peer_loss": "ignore"}, "ignore"),
         ({"prefill_from": ["192.0.2.1:7000"]}, "secret"),
         ({"prefill_from": ["127.0.0.1:1"], "staging_bytes": 3}, "staging_bytes is 3"),
+        ({"prefill_from": ["127.0.0.1:1"], "prefill_streams": 17}, "prefill_streams is 17"),
+        ({"prefill_from": ["127.0.0.1:1"], "prefill_streams": 0}, "prefill_streams is 0"),
         ({"peer_secret_file": short}, "at least 16"),
         ({"peer_dead_after": 0.1}, "peer_dead_after"),
         ({"peer_tls_ca_file": short, "peer_tls_key_file": short}, "peer_tls_cert_file is not"),
@@ -628,7 +632,7 @@ def test_options_of_engines_are_checked(roomy: TinyModel, tmp_path: Path) -> Non
             quire.Engine(roomy.directory, threads=1, prefill_from=addresses)
     with quire.Engine(roomy.directory, threads=1, prefill_from="127.0.0.1:1") as engine:
         (peer,) = engine.prefill_peers()
-        assert not peer.connected and peer.error
+        assert not peer.connected and peer.error and peer.streams == 0
         with pytest.raises(quire.BadArgumentError, match="secret"):
             engine.serve_prefill("0.0.0.0:0")
         assert engine.generate(IDS, max_tokens=1).usage.remote_tokens == 0

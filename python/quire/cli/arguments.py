@@ -96,7 +96,13 @@ def check_effect(options: argparse.Namespace) -> None:
     if hasattr(options, "prefill_from"):
         peers = has("prefill_from")
         needs(
-            ("prefill_remote", "on_peer_loss", "prefill_timeout", "staging_bytes"),
+            (
+                "prefill_remote",
+                "on_peer_loss",
+                "prefill_timeout",
+                "prefill_streams",
+                "staging_bytes",
+            ),
             peers,
             "--prefill-from",
         )

@@ -218,6 +218,8 @@ Status RemotePeers::Connect(Attempt& attempt) {
   Result<std::shared_ptr<TransferPeer>> opened =
       TransferPeer::Connect(addresses_[attempt.index], options_);
   Status status = opened.status();
+  // Not when it is asked for: the engine does not wait for a connection's thread.
+  const int64_t streams = status.ok() ? (*opened)->stats().streams : 0;
   if (status.ok()) status = (*opened)->SetReceiver(receiver_);
   // Another model there is as good as nobody: it is not asked again at once.
   attempt.call.Report(status.ok() ? status : Status(StatusCode::kUnavailable, ""));
@@ -226,6 +228,7 @@ Status RemotePeers::Connect(Attempt& attempt) {
   if (status.ok()) {
     QUIRE_CHECK(peer.connection == nullptr) << peer.address << " has two connections";
     peer.connection = *std::move(opened);
+    peer.streams = streams;
     peer.info.error.clear();
   } else {
     peer.info.error = status.ToString();
@@ -238,6 +241,7 @@ PrefillPeerInfo RemotePeers::InfoOf(const Peer& peer) const {
   info.bytes_per_second = peer.rate.At(clock_->SteadyNs());
   if (peer.connection == nullptr || !peer.connection->status().ok()) return info;
   info.connected = true;
+  info.streams = peer.streams;
   const TransferLoad load = peer.connection->load();
   info.queued_tokens = load.queued_tokens;
   info.seconds_per_token = static_cast<double>(load.ns_per_token) * 1e-9;

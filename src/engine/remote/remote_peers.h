@@ -108,6 +108,7 @@ class RemotePeers {
     std::string address;
     std::unique_ptr<CircuitBreaker> breaker;
     std::shared_ptr<TransferPeer> connection;  // null, or perhaps over
+    int64_t streams = 0;                       // of it
     PrefillPeerInfo info;
     MovingRate rate;
   };

@@ -74,9 +74,11 @@ class RowMemory final : public ChannelReceiver {
 
 class ConnectionLoop {
  public:
-  // For `rows` rows. endpoint: as TransferListenerOptions.
-  static Result<std::unique_ptr<ConnectionLoop>> Open(const std::string& endpoint, int64_t rows) {
+  // For `rows` rows. endpoint: as TransferListenerOptions. streams: as TransferPeerOptions.
+  static Result<std::unique_ptr<ConnectionLoop>> Open(const std::string& endpoint, int64_t rows,
+                                                      int64_t streams = 1) {
     TransferPeerOptions options;
+    options.streams = streams;
     PassportLayer layer;
     layer.kv_heads = layer.head_dim = layer.v_head_dim = 1;
     options.passport.layers = {layer};

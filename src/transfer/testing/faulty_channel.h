@@ -54,10 +54,12 @@ class FaultyChannel final : public ByteChannel {
   void EndWrites() noexcept override { inner_->EndWrites(); }
   bool HasLeft() noexcept override { return is_cut_ || inner_->HasLeft(); }
   Wait PrepareWait(bool wants_read, bool wants_write) override {
+    if (!pending_.empty()) static_cast<void>(WritePending().ok());  // the next write tells
     Wait wait = inner_->PrepareWait(wants_read, wants_write || !pending_.empty());
     wait.is_ready |= is_cut_ || wants_write;
     return wait;
   }
+  int loss_fd() const noexcept override { return inner_->loss_fd(); }
 
  private:
   static Status Cut() { return Status(StatusCode::kUnavailable, "the network is cut"); }

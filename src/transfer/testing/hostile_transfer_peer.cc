@@ -281,7 +281,152 @@ class HostileSession {
   int64_t now_ns_ = 0;
 };
 
+// The other side of an opening: it mostly says what is due, and else something else.
+class HostileOpening {
+ public:
+  HostileOpening(const std::string& secret, const Choose& choose)
+      : choose_(choose),
+        secret_(secret),
+        listens_(choose(2) == 0),
+        side_(OptionsOf(secret, listens_, choose)) {
+    hello_ = {.has_secret = !secret.empty(),
+              .heartbeat_ms = 500,
+              .dead_after_ms = 3000,
+              .lease_ms = 30000,
+              .window_bytes = 1 << 20,
+              .instance = {std::byte{9}}};
+    if (choose(4) == 0) hello_.version_last = 2;
+    side_.book = book_;
+    waiting_ = book_->Expect(awaited_, [](uint16_t, std::unique_ptr<ByteChannel>) {});
+    greeting_ = Heard();
+  }
+
+  void Step() {
+    const bool is_by_the_rules = choose_(8) > 0;
+    if (!is_by_the_rules && choose_(2) == 0) {
+      if (has_joined_) return;
+      side_.session.OnJoined();  // too early, too late, or when it is due
+      has_joined_ = side_.granted.has_value();
+      return Check();
+    }
+    if (!is_by_the_rules) {
+      Send(static_cast<TransferOpcode>(choose_(20)),
+           std::vector<std::byte>(static_cast<size_t>(choose_(60))));
+      return;
+    }
+    SayDue();
+  }
+  void Finish(HostileTransferPeer* counts) {
+    counts->openings += side_.is_open && has_joined_;
+    counts->joins += side_.session.is_joined();
+    side_.session.Lose(Status(StatusCode::kUnavailable, "the test ends"));
+  }
+
+ private:
+  static TransferSession::Options OptionsOf(const std::string& secret, bool listens,
+                                            const Choose& choose) {
+    TransferSession::Options options = TestSessionOptions(!listens, secret);
+    options.streams = 1 + choose(4);
+    options.token = {std::byte{7}};
+    return options;
+  }
+
+  // What comes next, or something of its kind.
+  void SayDue() {
+    switch (next_++) {
+      case 0:
+        return SayHelloOrJoin();
+      case 1:
+        if (!secret_.empty()) Send(TransferOpcode::kProve, Proof());
+        return;
+      case 2: {
+        const std::string passport = TestPassport().ToJson().value();
+        const auto bytes = std::as_bytes(std::span(passport.data(), passport.size()));
+        return Send(TransferOpcode::kPassport, {bytes.begin(), bytes.end()});
+      }
+      case 3: {
+        wire::TransferStreams streams{.count = static_cast<uint16_t>(choose_(6))};
+        if (!listens_ || choose_(8) == 0) streams.token[0] = std::byte{1};
+        return Send(TransferOpcode::kStreams, wire::Encode(streams));
+      }
+      case 4:
+        if (!side_.granted || has_joined_) return;
+        has_joined_ = true;
+        side_.session.OnJoined();
+        return Check();
+      case 5:
+        return Send(TransferOpcode::kStriped, {});
+      default:
+        return Send(TransferOpcode::kHeartbeat, {});
+    }
+  }
+  void SayHelloOrJoin() {
+    if (choose_(3) > 0) return Send(TransferOpcode::kHello, wire::Encode(hello_));
+    const auto stream = static_cast<uint16_t>(choose_(5));
+    wire::TransferJoin join{.connection = awaited_.connection, .stream = stream};
+    join.proof = wire::JoinProof(awaited_.key, join.connection, stream, greeting_);
+    const bool is_wrong = choose_(3) == 0;
+    if (is_wrong) join.proof.bytes[static_cast<size_t>(choose_(32))] ^= 1;
+    Send(TransferOpcode::kJoin, wire::Encode(join));
+    const bool may_join = listens_ && !is_wrong && stream >= 1 && stream < awaited_.count;
+    QUIRE_CHECK(may_join || !side_.session.is_joined()) << "a stranger's socket is a stream";
+  }
+  std::vector<std::byte> Proof() const {
+    const Digest proof = wire::TransferProof(
+        secret_, listens_ ? wire::kConnectorProofLabel : wire::kListenerProofLabel,
+        listens_ ? hello_ : greeting_, listens_ ? greeting_ : hello_);
+    const auto bytes = std::as_bytes(std::span(proof.bytes));
+    return {bytes.begin(), bytes.end()};
+  }
+  // This side's hello, as it says it.
+  wire::TransferHello Heard() {
+    const std::vector<std::byte> frame = TakeOutput(&side_.session, size_t{1} << 20, 0);
+    return wire::DecodeTransferHello(std::span(frame).subspan(wire::kTransferHeaderBytes)).value();
+  }
+  void Send(TransferOpcode opcode, const std::vector<std::byte>& head) {
+    std::vector<std::byte> frame(wire::kTransferHeaderBytes);
+    wire::EncodeTransferHeader({.opcode = opcode,
+                                .number = number_++,
+                                .head_bytes = static_cast<uint32_t>(head.size()),
+                                .head_crc = Crc32c(head.data(), head.size())},
+                               std::span(frame).first<wire::kTransferHeaderBytes>());
+    frame.insert(frame.end(), head.begin(), head.end());
+    side_.session.Receive(frame, 0);
+    Check();
+    while (side_.session.has_output()) TakeOutput(&side_.session, size_t{1} << 20, 0);
+    if (side_.session.TakeReadsStriped() || side_.session.TakeWritesStriped())
+      QUIRE_CHECK(has_joined_) << "all streams begin where there is one";
+  }
+  void Check() {
+    if (side_.granted) QUIRE_CHECK(has_joined_ || !side_.is_open) << "its streams are not there";
+    if (!side_.is_open)
+      QUIRE_CHECK(side_.session.memory_bytes() <= kStrangerMemoryMax) << "for a stranger";
+  }
+
+  // A connection that waits for streams.
+  const TransferSession::StreamsGranted awaited_{
+      .connection = {std::byte{5}}, .key = "key", .count = 4};
+  const Choose& choose_;
+  const std::string secret_;
+  const bool listens_;  // the side that is attacked
+  TestSession side_;
+  const std::shared_ptr<StreamBook> book_ = std::make_shared<StreamBook>();
+  StreamBook::Entry waiting_;
+  wire::TransferHello hello_;
+  wire::TransferHello greeting_;
+  uint64_t number_ = 0;  // of the next frame
+  int next_ = 0;         // of what is to be said
+  bool has_joined_ = false;
+};
+
 }  // namespace
+
+void HostileTransferPeer::RunOpening(const Choose& choose) {
+  HostileOpening opening(secret_, choose);
+  const int64_t steps = 1 + choose(kStepsMax);
+  for (int64_t i = 0; i < steps; ++i) opening.Step();
+  opening.Finish(this);
+}
 
 void HostileTransferPeer::RunSession(const Choose& choose) {
   HostileSession session(secret_, choose);

@@ -21,6 +21,8 @@ class HostileTransferPeer {
 
   // `choose(n)`: any number in [0, n). One connection from its begin to its end.
   void RunSession(const std::function<int64_t(int64_t)>& choose);
+  // An opening of several streams, in either role, or a socket that is to join one.
+  void RunOpening(const std::function<int64_t(int64_t)>& choose);
   // Whatever bytes, as they are, from the begin of a connection or, with `is_open`, after its
   // opening.
   void SendRaw(std::span<const std::byte> bytes, bool is_open);
@@ -29,7 +31,9 @@ class HostileTransferPeer {
   int64_t sessions_open = 0;  // that got past the passports
   int64_t rows_complete = 0;
   int64_t requests = 0;
-  int64_t ended = 0;  // with a goodbye
+  int64_t ended = 0;     // with a goodbye
+  int64_t openings = 0;  // of several streams, that were completed
+  int64_t joins = 0;
 
  private:
   const std::string secret_;

@@ -40,10 +40,17 @@ inline std::pair<Socket, Socket> SocketPair() {
   return {Socket(fds[0]), Socket(fds[1])};
 }
 
+inline std::vector<PollEntry> EntriesOf(const ByteChannel::Wait& wait) {
+  std::vector<PollEntry> entries = {wait.entry};
+  entries.insert(entries.end(), wait.more.begin(), wait.more.end());
+  return entries;
+}
+
 // Waits for one of two ends; the caller looks at both.
 inline void WaitForEither(const ByteChannel::Wait& a, const ByteChannel::Wait& b) {
   if (a.is_ready || b.is_ready) return;
-  PollEntry entries[] = {a.entry, b.entry};
+  std::vector<PollEntry> entries = EntriesOf(a);
+  for (const PollEntry& entry : EntriesOf(b)) entries.push_back(entry);
   PollSockets(entries, int64_t{60} * 1'000'000'000);
 }
 

@@ -7,11 +7,13 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
 #include "transfer/part_runs.h"
+#include "transfer/stream_joins.h"
 #include "transfer/testing/test_receiver.h"
 #include "transfer/transfer_session.h"
 
@@ -88,6 +90,8 @@ class TestSession final : private TransferSession::Owner {
   int64_t window_left = 0;
   wire::Instance peer_instance{};
   TransferLoad load;
+  std::optional<TransferSession::StreamsGranted> granted;
+  std::shared_ptr<StreamBook> book;           // null: nothing joins
   Status reason;                              // why the session is over
   std::map<uint64_t, TransferRequest> sends;  // by epoch: open
   std::map<uint64_t, Status> over;
@@ -100,6 +104,14 @@ class TestSession final : private TransferSession::Owner {
     peer_instance = instance;
   }
   void OnLoad(const TransferLoad& told) override { load = told; }
+  void OnStreams(const TransferSession::StreamsGranted& streams) override {
+    QUIRE_CHECK(!granted && streams.count >= 2) << "streams are given once";
+    granted = streams;
+  }
+  Status OnJoin(const wire::TransferJoin& join, const wire::TransferHello& hello) override {
+    if (book == nullptr) return Status(StatusCode::kRemote, "nothing joins");
+    return book->Check(join, hello).status();
+  }
   void OnOver(const Status& why) noexcept override {
     QUIRE_CHECK(reason.ok() && !why.ok()) << "a session ends once";
     reason = why;

@@ -157,8 +157,9 @@ def test_a_prompt_comes_through_tls_bit_for_bit(
     ):
         with pytest.raises(quire.UnavailableError, match=why):
             TransferPeer.connect(endpoint, cache, model="test", connect_timeout=SECONDS, **wrong)
-    patient = {"connect_timeout": SECONDS, "dead_after": SECONDS}
+    patient = {"connect_timeout": SECONDS, "dead_after": SECONDS, "streams": 3}
     with TransferPeer.connect(endpoint, cache, model="test", **patient, **own) as peer:
+        assert peer.stats()["streams"] == 3
         cache.receive_from(peer)
         receive = cache.disagg_prepare_recv(0, len(PROMPT))
         peer.request(receive, PROMPT, job=3, cache_salt="of ann", timeout=SECONDS)
