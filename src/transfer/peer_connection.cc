@@ -728,7 +728,7 @@ void PeerConnection::StoreDue(std::unique_lock<std::mutex>& session_lock) {
   session_.receives().OnStored(due, stored);
 }
 
-// Of the part that is written next: then its rows are in the cache, and no forward waits for it.
+// The part that is written next gets one: then its rows are in the cache, and no forward waits.
 void PeerConnection::AddDigest(std::unique_lock<std::mutex>& session_lock) {
   const std::shared_ptr<OutgoingPart> part = session_.WithoutDigest();
   if (part == nullptr) return;

@@ -1,7 +1,7 @@
 // Where other processes ask for prompts: a listener, the connections that came, and what they ask
 // for. The engine takes it between two steps (PrefillTraffic).
 //
-// Threads: one of its own accepts, and forgets who has gone; the connections' threads call `wake`;
+// Threads: one of its own accepts, and forgets what is over; the connections' threads call `wake`;
 // the engine's thread does the rest. The connections are under a mutex, which is not held while
 // anything waits.
 #ifndef QUIRE_ENGINE_REMOTE_PREFILL_SERVER_H_

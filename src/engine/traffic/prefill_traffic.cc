@@ -268,7 +268,7 @@ void PrefillTraffic::NoteEnd(Request* request) noexcept {
   if (job->sent == job->map.count) {
     ++prompts_;
     const auto asked = std::span<const int32_t>(job->job.tokens);
-    // Of a held prompt with recurrent layers that stands before the job's last token (CutHeld).
+    // A held prompt with recurrent layers ends before the job's last token (CutHeld).
     prefix_cache_.EndLease(state_.is_recurrent() ? asked.first(asked.size() - 1) : asked,
                            request->space, MomentAfter(clock_.SteadyNs(), lease_ns_));
   } else {
