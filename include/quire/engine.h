@@ -85,7 +85,7 @@ struct EngineOptions {
   // Keys and values on their way from AttachPrefillPeers, before they are in their pages: the most
   // that they hold at a time. 0 = 64 MiB, which the plan has not counted.
   int64_t staging_bytes = 0;
-  // The same on their way to peers (ServePrefill), a quarter at most to one of them. 0 =
+  // The same and states on their way to peers (ServePrefill), a quarter at most to one. 0 =
   // kSendingBytesDefault, which the plan has not counted.
   int64_t sending_bytes = 0;
   static constexpr int64_t kSendingBytesDefault = int64_t{128} << 20;
@@ -527,7 +527,7 @@ struct MemoryPlan {
   int64_t draft_bytes = 0;    // all of the draft model: weights, KV, states, scratch
   // EngineOptions::staging_bytes, and with recurrent layers the states of prompts that come.
   int64_t staging_bytes = 0;
-  int64_t sending_bytes = 0;    // EngineOptions::sending_bytes
+  int64_t sending_bytes = 0;    // EngineOptions::sending_bytes, or more for one large state
   int64_t total_bytes = 0;      // weights, KV, states, scratch, draft, staging, sending
   int64_t machine_bytes = 0;    // memory of this machine, or of the control group it runs in
   int64_t available_bytes = 0;  // of it, free when the plan was made; the plan fits up to this

@@ -756,9 +756,9 @@ class EngineOptions(TypedDict, total=False):
         int,
         Option(
             0,
-            "for an engine that serves prefill, memory for keys and values that other processes "
-            "have not taken yet, a quarter of it for one process; 0 = 128 MiB, which the memory "
-            "plan does not count.",
+            "for an engine that serves prefill, memory for keys, values and states that other "
+            "processes have not taken yet, a quarter of it for one process; 0 = 128 MiB, which the "
+            "memory plan does not count.",
         ),
     ]
     peer_secret_file: Annotated[

@@ -1,5 +1,6 @@
 #include "base/checksum.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -7,6 +8,8 @@
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #endif
+
+#include "base/copied_checksum.h"
 
 namespace quire {
 namespace {
@@ -123,33 +126,70 @@ uint64_t ShiftByStripe(uint64_t state) {
          kTables[3][state >> 24 & 0xFF];
 }
 
+// The next word; where it is copied, exactly the word that is written is returned, whatever others
+// write to `from` meanwhile.
+template <bool kCopies, typename T>
+T Take(const unsigned char* from, [[maybe_unused]] unsigned char* to) {
+  T word = Load<T>(from);
+  if constexpr (kCopies) {
+    asm volatile("" : "+r"(word));  // it is not loaded a second time
+    std::memcpy(to, &word, sizeof(word));
+  }
+  return word;
+}
+
+// Input that is summed, and copied where kCopies says so.
+template <bool kCopies>
+struct Input {
+  const unsigned char* from;
+  unsigned char* to;
+  size_t left;
+
+  template <typename T>
+  T At(size_t offset) const {
+    return Take<kCopies, T>(from + offset, kCopies ? to + offset : nullptr);
+  }
+  void Skip(size_t bytes) {
+    from += bytes;
+    if constexpr (kCopies) to += bytes;
+    left -= bytes;
+  }
+};
+
 // Consumes whole triples of stripes and returns the state after them.
-template <size_t kStripeBytes>
-__attribute__((target("sse4.2"))) uint64_t SumStripes(const unsigned char*& from, size_t& left,
-                                                      uint64_t state) {
-  for (; left >= 3 * kStripeBytes; from += 3 * kStripeBytes, left -= 3 * kStripeBytes) {
+template <size_t kStripeBytes, bool kCopies>
+__attribute__((target("sse4.2"))) uint64_t SumStripes(Input<kCopies>& input, uint64_t state) {
+  for (; input.left >= 3 * kStripeBytes; input.Skip(3 * kStripeBytes)) {
+    const Input<kCopies> here = input;  // in registers: for all that is known, `to` could be there
     uint64_t second = 0;
     uint64_t third = 0;
-    for (const unsigned char* at = from; at < from + kStripeBytes; at += 8) {
-      state = _mm_crc32_u64(state, Load<uint64_t>(at));
-      second = _mm_crc32_u64(second, Load<uint64_t>(at + kStripeBytes));
-      third = _mm_crc32_u64(third, Load<uint64_t>(at + 2 * kStripeBytes));
+    for (size_t at = 0; at < kStripeBytes; at += 8) {
+      state = _mm_crc32_u64(state, here.template At<uint64_t>(at));
+      second = _mm_crc32_u64(second, here.template At<uint64_t>(at + kStripeBytes));
+      third = _mm_crc32_u64(third, here.template At<uint64_t>(at + 2 * kStripeBytes));
     }
     state = ShiftByStripe<kStripeBytes>(ShiftByStripe<kStripeBytes>(state) ^ second) ^ third;
   }
   return state;
 }
 
-__attribute__((target("sse4.2"))) uint32_t Crc32cSse42(const unsigned char* from, size_t left,
-                                                       uint32_t crc) {
+template <bool kCopies>
+__attribute__((target("sse4.2"))) uint32_t Crc32cSse42(Input<kCopies> input, uint32_t crc) {
   uint64_t state = ~crc;
-  state = SumStripes<kLongStripeBytes>(from, left, state);
-  state = SumStripes<kMiddleStripeBytes>(from, left, state);
-  state = SumStripes<kShortStripeBytes>(from, left, state);
-  for (; left >= 8; from += 8, left -= 8) state = _mm_crc32_u64(state, Load<uint64_t>(from));
+  state = SumStripes<kLongStripeBytes>(input, state);
+  state = SumStripes<kMiddleStripeBytes>(input, state);
+  state = SumStripes<kShortStripeBytes>(input, state);
+  for (; input.left >= 8; input.Skip(8))
+    state = _mm_crc32_u64(state, input.template At<uint64_t>(0));
   uint32_t state32 = static_cast<uint32_t>(state);
-  for (; left > 0; ++from, --left) state32 = _mm_crc32_u8(state32, *from);
+  for (; input.left > 0; input.Skip(1))
+    state32 = _mm_crc32_u8(state32, input.template At<uint8_t>(0));
   return ~state32;
+}
+
+bool HasSse42() {
+  static const bool has = __builtin_cpu_supports("sse4.2") != 0;
+  return has;
 }
 #endif
 
@@ -171,10 +211,35 @@ uint32_t Crc32cPortable(const void* data, size_t size, uint32_t crc) {
 
 uint32_t Crc32c(const void* data, size_t size, uint32_t crc) {
 #if defined(__x86_64__)
-  static const bool has_sse42 = __builtin_cpu_supports("sse4.2") != 0;
-  if (has_sse42) return Crc32cSse42(static_cast<const unsigned char*>(data), size, crc);
+  if (HasSse42()) {
+    return Crc32cSse42(
+        Input<false>{.from = static_cast<const unsigned char*>(data), .to = nullptr, .left = size},
+        crc);
+  }
 #endif
   return Crc32cPortable(data, size, crc);
+}
+
+uint32_t Crc32cOfPieces(std::span<const std::span<std::byte>> pieces, size_t count, uint32_t crc) {
+  for (const std::span<std::byte>& piece : pieces) {
+    const size_t here = std::min(count, piece.size());
+    crc = Crc32c(piece.data(), here, crc);
+    count -= here;
+  }
+  return crc;
+}
+
+uint32_t CopyCrc32c(void* to, const void* from, size_t size, uint32_t crc) {
+#if defined(__x86_64__)
+  if (HasSse42()) {
+    return Crc32cSse42(Input<true>{.from = static_cast<const unsigned char*>(from),
+                                   .to = static_cast<unsigned char*>(to),
+                                   .left = size},
+                       crc);
+  }
+#endif
+  if (size > 0) std::memcpy(to, from, size);
+  return Crc32c(to, size, crc);
 }
 
 }  // namespace quire

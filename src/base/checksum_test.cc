@@ -1,9 +1,16 @@
 #include "base/checksum.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <cstring>
 #include <string>
+#include <thread>
+#include <vector>
 
+#include "base/copied_checksum.h"
 #include "base/random.h"
 
 namespace quire {
@@ -65,6 +72,69 @@ TEST(Crc32c, PortableFormAgreesOnLongInputs) {
           << size;
     }
   }
+}
+
+// All sizes around the stripes, from and to places that are aligned in no common way; nothing
+// beside the copy is written.
+TEST(Crc32c, ACopyIsExactAndHasTheSumOfItsBytes) {
+  const std::string bytes = RandomBytes(120016);
+  for (const size_t size : {0, 1, 7, 8, 9, 1023, 3071, 3072, 3079, 6145, 9216, 12288, 49151, 49152,
+                            49160, 64513, 120000}) {
+    for (const size_t offset : {0, 1, 8, 13}) {
+      for (const size_t place : {0, 3, 8}) {
+        std::string copy(size + 16, '*');
+        const uint32_t sum = CopyCrc32c(copy.data() + place, bytes.data() + offset, size, 0xABC);
+        ASSERT_EQ(sum, Crc32cPortable(bytes.data() + offset, size, 0xABC)) << size;
+        std::string due(size + 16, '*');
+        due.replace(place, size, bytes, offset, size);
+        ASSERT_TRUE(copy == due) << size << " bytes from " << offset << " to " << place;
+      }
+    }
+  }
+}
+
+// Memory of which two views are mapped: what is written through one is read through the other.
+class TwoViews {
+ public:
+  explicit TwoViews(size_t size) : size_(size) {
+    const int fd = ::memfd_create("checksum test", MFD_CLOEXEC);
+    EXPECT_EQ(::ftruncate(fd, static_cast<off_t>(size)), 0);
+    for (void*& view : views_) {
+      view = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+      EXPECT_NE(view, MAP_FAILED);
+    }
+    ::close(fd);
+  }
+  ~TwoViews() {
+    for (void* const view : views_) ::munmap(view, size_);
+  }
+  void* operator[](size_t i) const { return views_[i]; }
+
+ private:
+  const size_t size_;
+  void* views_[2] = {};
+};
+
+// The bytes change all the time while they are copied, as a hostile peer's do: the sum is that of
+// the copy.
+TEST(Crc32c, ACopyOfBytesThatOthersWriteHasTheSumOfTheCopy) {
+  constexpr size_t kSize = 160'000;
+  const TwoViews shared(kSize);
+  std::atomic<bool> is_over = false, has_begun = false;
+  std::thread writer([&] {
+    for (int value = 1; !is_over; ++value) {
+      std::memset(shared[0], value, kSize);
+      has_begun = true;
+    }
+  });
+  while (!has_begun) std::this_thread::yield();
+  std::vector<unsigned char> copy(kSize);
+  for (int round = 0; round < 200; ++round) {
+    const uint32_t sum = CopyCrc32c(copy.data(), shared[1], kSize);
+    EXPECT_EQ(sum, Crc32c(copy.data(), kSize)) << round;
+  }
+  is_over = true;
+  writer.join();
 }
 
 TEST(Crc32c, PartsAddUp) {

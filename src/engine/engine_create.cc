@@ -357,7 +357,10 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
   plan.available_bytes = memory.available_bytes;
   plan.weight_bytes = info.weight_bytes;
   plan.staging_bytes = options.staging_bytes;
-  plan.sending_bytes = options.sending_bytes;
+  if (options.sending_bytes > 0) {
+    plan.sending_bytes =
+        PrefillTraffic::SendingBytesOf(options.sending_bytes, StateSizesOf(info.recurrent_layers));
+  }
   plan.scratch_bytes = model.workspace_bytes +
                        rows_max * info.vocab_size * static_cast<int64_t>(sizeof(float)) +
                        runner->worker_count() * DrawScratch::Bytes(info.vocab_size);

@@ -237,6 +237,29 @@ TEST(MemoryPlan, CountsTheSendingMemory) {
   EXPECT_EQ(plan.total_bytes, without.total_bytes + 12345);
 }
 
+// A state goes in one piece, however little memory is asked for.
+TEST(MemoryPlan, SendingMemoryHoldsTheLargestState) {
+  TestFolder folder;
+  WriteTestModel(folder, {.architecture = "Mamba2ForCausalLM"});
+  EngineOptions options{.model_directory = folder.path(), .threads = 1};
+  const MemoryPlan without = Engine::PlanMemory(options).value();
+  EXPECT_EQ(without.sending_bytes, 0);
+  int64_t largest = 0;
+  const auto engine = Engine::Create(options).value();
+  const std::vector<StateTensor> tensors =
+      StateTensorsOf(*static_cast<const EngineImpl&>(*engine).recurrent()).value();
+  for (const StateTensor& tensor : tensors) {
+    largest = std::max(largest, TensorView(nullptr, tensor.dtype, tensor.shape).element_count() *
+                                    DTypeBytes(tensor.dtype));
+  }
+  for (const int64_t asked : {int64_t{1}, largest, largest + 1}) {
+    options.sending_bytes = asked;
+    const MemoryPlan plan = Engine::PlanMemory(options).value();
+    EXPECT_EQ(plan.sending_bytes, std::max(asked, largest));
+    EXPECT_EQ(plan.total_bytes, without.total_bytes + plan.sending_bytes);
+  }
+}
+
 TEST(MemoryPlan, RefusesADraftModelOfAnotherVocabulary) {
   const TestFolder target_folder, draft_folder;
   WriteTestModel(target_folder, {});

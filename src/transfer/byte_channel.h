@@ -4,6 +4,7 @@
 #define QUIRE_TRANSFER_BYTE_CHANNEL_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <span>
 
@@ -21,6 +22,9 @@ class ByteChannel {
   // Bytes read, in order; 0: none now. Unavailable when the peer has gone, Corrupt for what no peer
   // of this version does.
   virtual Result<size_t> Read(std::span<const std::span<std::byte>> into) = 0;
+  // The same; `crc`, the CRC-32C of what came before, goes on over these bytes as they are in
+  // `into`.
+  virtual Result<size_t> ReadSummed(std::span<const std::span<std::byte>> into, uint32_t* crc);
   // Bytes taken, in order; 0: none now.
   virtual Result<size_t> Write(std::span<const std::span<const std::byte>> parts) = 0;
 

@@ -3,27 +3,28 @@
 #include <algorithm>
 
 #include "base/check.h"
-#include "base/checksum.h"
+#include "base/copied_checksum.h"
 
 namespace quire {
 namespace {
 
-// Read at a time: what is read is hashed next, and is still in the cache then.
+// Read at a time. Where it is hashed after that, it is still in the cache then.
 constexpr size_t kDataAtOnce = size_t{1} << 18;
 constexpr size_t kNowhereBytes = size_t{1} << 16;
 
 }  // namespace
 
 void FrameRead::Check(size_t bytes) {
+  CheckSummed(bytes, is_hashed ? Crc32cOfPieces(places, bytes, crc) : crc);
+}
+
+void FrameRead::CheckSummed(size_t bytes, uint32_t sum) {
   QUIRE_DCHECK(count == 0) << "they are checked already";
+  size_t room = 0;
+  for (const std::span<std::byte>& place : places) room += place.size();
+  QUIRE_CHECK(bytes <= room) << "more is read than there were places for";
   count = bytes;
-  size_t left = is_hashed ? bytes : 0;
-  for (const std::span<std::byte>& place : places) {
-    const size_t here = std::min(left, place.size());
-    crc = Crc32c(place.data(), here, crc);
-    left -= here;
-  }
-  QUIRE_CHECK(left == 0) << "more is read than there were places for";
+  crc = sum;
   memory.reset();  // for the next part
 }
 

@@ -30,6 +30,8 @@ struct FrameRead {
 
   // `bytes` of them are there, and nothing writes to their places any more.
   void Check(size_t bytes);
+  // The same where `sum`, crc with them, is known.
+  void CheckSummed(size_t bytes, uint32_t sum);
 };
 
 // One thread, which may use a FrameRead beside calls of other threads to the handler.

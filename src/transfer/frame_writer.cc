@@ -15,7 +15,7 @@ void FrameWriter::Queue(TransferOpcode opcode, std::vector<std::byte> head) {
   queue_.push_back({.opcode = opcode, .head = std::move(head)});
 }
 
-void FrameWriter::Queue(std::shared_ptr<const OutgoingPart> part) {
+void FrameWriter::Queue(std::shared_ptr<OutgoingPart> part) {
   QUIRE_DCHECK(!part->runs.empty());
   QUIRE_DCHECK(part->head.bytes > 0) << "no data frame would end the part";
   queue_.push_back({.opcode = TransferOpcode::kPart, .part = std::move(part)});
@@ -43,11 +43,16 @@ std::vector<uint64_t> FrameWriter::DropParts(uint64_t epoch) {
   return dropped;
 }
 
+std::shared_ptr<OutgoingPart> FrameWriter::WithoutDigest() const {
+  const auto next = std::ranges::find_if(queue_, [](const Item& i) { return i.part != nullptr; });
+  return next != queue_.end() && next->wants_digest() ? next->part : nullptr;
+}
+
 std::span<const std::span<const std::byte>> FrameWriter::Gather(size_t frames_max) {
   if (!spans_.empty()) return spans_;
   QUIRE_DCHECK(frames_.empty() && data_part_ == nullptr)
       << "they are kept as long as bytes are left";
-  while (frames_.size() < frames_max && data_part_ == nullptr && !ends_plain_bytes_ && has_queued())
+  while (frames_.size() < frames_max && data_part_ == nullptr && !ends_plain_bytes_ && has_frame())
     StartFrame();
   return spans_;
 }
@@ -68,6 +73,7 @@ void FrameWriter::StartFrame() {
 void FrameWriter::StartPartFrame(Item* item) {
   const OutgoingPart& part = *item->part;
   QUIRE_DCHECK(item->sent < part.head.bytes) << "the queue keeps a part that is sent";
+  QUIRE_DCHECK(!part.wants_digest) << "the receiver would take its rows for damaged";
   if (item->sent < 0) {
     SetFrame(TransferOpcode::kPart, wire::Encode(part.head));
     item->sent = 0;

@@ -20,13 +20,14 @@ struct OutgoingPart {
   wire::TransferPart head{};
   std::vector<std::span<const std::byte>> runs{};  // head.bytes of them, in order
   std::shared_ptr<const void> memory{};            // of the runs
+  bool wants_digest = false;                       // head.digest is made just before it is written
 };
 
 class FrameWriter {
  public:
   // After all that is queued. Parts are numbered in the order in which they are queued first.
   void Queue(wire::TransferOpcode opcode, std::vector<std::byte> head);
-  void Queue(std::shared_ptr<const OutgoingPart> part);
+  void Queue(std::shared_ptr<OutgoingPart> part);
   // After the frames that were gathered.
   void QueueUrgent(wire::TransferOpcode opcode, std::vector<std::byte> head);
   // Drops what has not begun; `head` is the goodbye, and nothing follows it.
@@ -44,9 +45,11 @@ class FrameWriter {
   bool has_output() const { return !spans_.empty() || has_queued(); }
   size_t urgent_count() const { return urgent_.size(); }
 
+  // The next part, if it wants its digest. Null: there is none.
+  std::shared_ptr<OutgoingPart> WithoutDigest() const;
   // What is to be written next: at most frames_max frames, the last of which alone has data. Valid
   // until the next Gather or Consume, whatever is queued or dropped meanwhile. Empty without
-  // output.
+  // output, and where the next frame is of a part that wants its digest.
   std::span<const std::span<const std::byte>> Gather(size_t frames_max);
   // `bytes` of them are written.
   void Consume(size_t bytes);
@@ -55,11 +58,16 @@ class FrameWriter {
   struct Item {
     wire::TransferOpcode opcode{};
     std::vector<std::byte> head{};
-    std::shared_ptr<const OutgoingPart> part{};  // kPart
-    int64_t sent = -1;                           // of its bytes; -1: not even its head
+    std::shared_ptr<OutgoingPart> part{};  // kPart
+    int64_t sent = -1;                     // of its bytes; -1: not even its head
+
+    bool wants_digest() const { return part != nullptr && part->wants_digest; }
   };
 
   bool has_queued() const { return !urgent_.empty() || !queue_.empty(); }
+  bool has_frame() const {
+    return !urgent_.empty() || (!queue_.empty() && !queue_.front().wants_digest());
+  }
   void StartFrame();
   void StartPartFrame(Item* item);
   void SetFrame(wire::TransferOpcode opcode, std::vector<std::byte> head, int64_t data_bytes = 0);

@@ -44,7 +44,7 @@ class FrameWriterTest : public testing::Test {
     return opcodes;
   }
   // A part in runs of 3, 5 and 2 bytes.
-  void QueuePart(uint64_t number) {
+  void QueuePart(uint64_t number, bool wants_digest = false) {
     const auto bytes = std::make_shared<std::vector<std::byte>>();
     for (int i = 0; i < 10; ++i) bytes->push_back(static_cast<std::byte>(i));
     auto part = std::make_shared<OutgoingPart>();
@@ -53,6 +53,7 @@ class FrameWriterTest : public testing::Test {
     for (const auto& [first, count] : {std::pair<size_t, size_t>{0, 3}, {3, 5}, {8, 2}})
       part->runs.push_back(std::span(*bytes).subspan(first, count));
     part->memory = bytes;
+    part->wants_digest = wants_digest;
     writer_.Queue(std::move(part));
   }
 
@@ -71,6 +72,27 @@ TEST_F(FrameWriterTest, FramesGoTogetherUpToTheFirstWithData) {
   EXPECT_EQ(Write(8, 1), (Opcodes{TransferOpcode::kPart, TransferOpcode::kData}));
   ASSERT_EQ(data_.size(), 20U);
   for (size_t i = 0; i < data_.size(); ++i) EXPECT_EQ(data_[i], static_cast<std::byte>(i % 10));
+  EXPECT_FALSE(writer_.has_output());
+}
+
+// What stands before a part that wants its digest goes, and what passes it; it goes when it has
+// one.
+TEST_F(FrameWriterTest, APartIsWrittenWhenItHasItsDigest) {
+  writer_.Queue(TransferOpcode::kStop, {});
+  QueuePart(1, true);
+  QueuePart(2, true);
+  EXPECT_EQ(writer_.WithoutDigest()->head.number, 1U);
+  EXPECT_EQ(Write(8), (Opcodes{TransferOpcode::kStop}));
+  EXPECT_TRUE(Write(8).empty());
+  EXPECT_TRUE(writer_.has_output());
+  writer_.QueueUrgent(TransferOpcode::kHeartbeat, {});
+  EXPECT_EQ(Write(8), (Opcodes{TransferOpcode::kHeartbeat}));
+  writer_.WithoutDigest()->wants_digest = false;
+  EXPECT_EQ(Write(8, 1), (Opcodes{TransferOpcode::kPart, TransferOpcode::kData}));
+  EXPECT_EQ(writer_.WithoutDigest()->head.number, 2U);
+  EXPECT_TRUE(Write(8).empty());
+  EXPECT_EQ(writer_.DropParts(0).size(), 1U);
+  EXPECT_EQ(writer_.WithoutDigest(), nullptr);
   EXPECT_FALSE(writer_.has_output());
 }
 

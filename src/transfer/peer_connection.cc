@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "base/checksum.h"
+#include "base/copied_checksum.h"
 #include "base/guard.h"
 #include "base/random.h"
 #include "base/start_thread.h"
@@ -36,21 +37,22 @@ Status CheckTime(const char* name, std::chrono::nanoseconds value) {
                                               " ns; it must be above 0 and at most a day");
 }
 
-// Copies the runs one after the other: their digest. In pieces, so that what is hashed is still in
-// the cache.
+// Copies the runs one after the other: their digest.
 uint32_t CopyRuns(std::span<const std::span<const std::byte>> runs, std::byte* to) {
-  constexpr size_t kPiece = size_t{1} << 15;
   uint32_t digest = 0;
-  for (std::span<const std::byte> run : runs) {
-    while (!run.empty()) {
-      const size_t count = std::min(run.size(), kPiece);
-      std::memcpy(to, run.data(), count);
-      digest = Crc32c(to, count, digest);
-      to += count;
-      run = run.subspan(count);
-    }
+  for (const std::span<const std::byte>& run : runs) {
+    digest = CopyCrc32c(to, run.data(), run.size(), digest);
+    to += run.size();
   }
   return digest;
+}
+
+Result<size_t> ReadAndCheck(ByteChannel& channel, FrameRead* read) {
+  uint32_t sum = read->crc;
+  const Result<size_t> count =
+      read->is_hashed ? channel.ReadSummed(read->places, &sum) : channel.Read(read->places);
+  if (count.ok() && *count > 0) read->CheckSummed(*count, sum);
+  return count;
 }
 
 // Lets a lock go for its life.
@@ -493,9 +495,7 @@ void PeerConnection::FillPart(const LayerKV& rows, const ReceivePart& local,
   part->runs.assign(runs.begin(), runs.end());
   if (memory != nullptr && runs.size() <= kRunsMax) {
     part->memory = memory;
-    uint32_t digest = 0;
-    for (const auto& run : part->runs) digest = Crc32c(run.data(), run.size(), digest);
-    part->head.digest = digest;
+    part->wants_digest = true;
     return;
   }
   const auto copy = SharedSpareMemory::Take(copies_, part->head.bytes);
@@ -677,7 +677,9 @@ void PeerConnection::GiveWindow(int64_t bytes) {
   window_left_ += bytes;
   QUIRE_CHECK(window_left_ <= window_bytes_) << "bytes are given back that none has taken";
   is_wake_due_ |= was_small && window_left_ >= window_bytes_ / 2;
-  changed_.notify_all();
+  // A forward that waits goes on with some parts together: to wake it costs a tenth of a part. What
+  // it waits for comes, as more is on its way as long as less than this is left.
+  if (window_left_ >= window_bytes_ / 4) changed_.notify_all();
 }
 
 // ------------------------------------------------------------------------------------- the thread
@@ -790,8 +792,7 @@ bool PeerConnection::ReadSome(std::unique_lock<std::mutex>& session_lock, int re
     Result<size_t> count = size_t{0};
     {
       const Unlocked unlocked(&session_lock);
-      count = channel_->Read(read.places);
-      if (count.ok() && *count > 0) read.Check(*count);
+      count = ReadAndCheck(*channel_, &read);
     }
     if (!count.ok()) {
       session_.Lose(Status(count.status().code(), "transfer: " + endpoint_ + ": " +
@@ -819,9 +820,24 @@ void PeerConnection::StoreDue(std::unique_lock<std::mutex>& session_lock) {
   session_.receives().OnStored(due, stored);
 }
 
+// The part that is written next gets one: then its rows are in the cache, and no forward waits.
+void PeerConnection::AddDigest(std::unique_lock<std::mutex>& session_lock) {
+  const std::shared_ptr<OutgoingPart> part = session_.WithoutDigest();
+  if (part == nullptr) return;
+  uint32_t digest = 0;
+  {
+    const Unlocked unlocked(&session_lock);
+    for (const auto& run : part->runs) digest = Crc32c(run.data(), run.size(), digest);
+  }
+  part->head.digest = digest;
+  part->wants_digest = false;
+}
+
 bool PeerConnection::WriteSome(std::unique_lock<std::mutex>& session_lock) {
   for (int i = 0; i < kWritesPerTurn && session_.has_output(); ++i) {
+    AddDigest(session_lock);
     const std::span<const std::span<const std::byte>> frames = session_.Gather(kFramesPerWrite);
+    if (frames.empty()) continue;  // the part has gone meanwhile, and the next one wants its digest
     Result<size_t> count = size_t{0};
     {
       const Unlocked unlocked(&session_lock);

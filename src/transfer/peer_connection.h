@@ -139,6 +139,7 @@ class PeerConnection final : public TransferPeer,
   bool Turn(std::unique_lock<std::mutex>& session_lock, bool can_read);
   bool ReadSome(std::unique_lock<std::mutex>& session_lock, int reads_max);
   bool WriteSome(std::unique_lock<std::mutex>& session_lock);
+  void AddDigest(std::unique_lock<std::mutex>& session_lock);
   void StoreDue(std::unique_lock<std::mutex>& session_lock);
   // Whether the connection is to be closed.
   bool RunCommands();

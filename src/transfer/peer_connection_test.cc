@@ -13,8 +13,10 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <future>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -482,6 +484,33 @@ TEST(TransferListener, StrangersKeepNobodyOut) {
   const auto second = TransferPeer::Connect(listener->endpoint(), options);
   ASSERT_TRUE(second.ok()) << second.status().ToString();
   for (const auto& open : {*peer, *second}) EXPECT_EQ(open->status().ToString(), "Ok");
+}
+
+// A listener runs for a month, and its owner takes a connection now and then: what came and went
+// meanwhile holds no files, and is not what the owner gets.
+TEST(TransferListener, ConnectionsThatEndBeforeTheyAreTakenHoldNothing) {
+  TransferPeerOptions options{.passport = TestPassport()};
+  options.connect_timeout = options.dead_after = std::chrono::nanoseconds(kMinuteNs);
+  const auto listener = TransferListener::Start({.peer = options, .peers_max = 4}).value();
+  const std::shared_ptr<Clock> clock = MachineTime();
+  const int64_t until_ns = clock->SteadyNs() + kMinuteNs;
+  const auto files = [] {
+    using Files = std::filesystem::directory_iterator;
+    return std::distance(Files("/proc/self/fd"), Files());
+  };
+  const auto before = files();
+  for (int i = 0; i < 12; ++i) {
+    const auto peer = TransferPeer::Connect(listener->endpoint(), options);
+    ASSERT_TRUE(peer.ok()) << peer.status().ToString();
+  }
+  while (files() > before) {
+    ASSERT_LT(clock->SteadyNs(), until_ns) << files() - before << " files are held";
+    std::this_thread::yield();
+  }
+  const auto peer = TransferPeer::Connect(listener->endpoint(), options).value();
+  const auto taken = listener->Accept(*clock, until_ns);
+  ASSERT_TRUE(taken.ok() && taken->has_value());
+  EXPECT_EQ((**taken)->status().ToString(), "Ok");
 }
 
 TEST(PeerConnection, LoadsAreHeardOf) {

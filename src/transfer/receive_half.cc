@@ -23,6 +23,9 @@ constexpr int kDamagedMax = wire::kPartAgainMax + 1;
 constexpr int64_t kRoomEveryNs = kNsPerMs;
 // A renewal may be lost in a pause of this process without the lease being over.
 constexpr int64_t kRenewalsPerLease = 3;
+// Whatever lease the sender names: it could have this side do nothing else, and hold renewals that
+// it does not read.
+constexpr int64_t kRenewalMinNs = 10 * kNsPerMs;
 
 Status Breach(const std::string& what) {
   return Status(StatusCode::kCorrupt, "transfer: the sender " + what);
@@ -373,6 +376,10 @@ void ReceiveHalf::Fail(uint64_t epoch, const Status& why) {
   End(epoch, why);
 }
 
+int64_t ReceiveHalf::renew_every_ns() const {
+  return std::max(lease_ns_ / kRenewalsPerLease, kRenewalMinNs);
+}
+
 void ReceiveHalf::Tick(int64_t now_ns) {
   for (auto place = transfers_.begin(); place != transfers_.end();) {
     const auto here = place++;
@@ -380,7 +387,7 @@ void ReceiveHalf::Tick(int64_t now_ns) {
       Fail(here->first, Status(StatusCode::kTimeout,
                                "transfer: the job's deadline is over; cancel the reservation and "
                                "compute the tokens here"));
-    } else if (now_ns >= MomentAfter(here->second.renewed_ns, lease_ns_ / kRenewalsPerLease)) {
+    } else if (now_ns >= MomentAfter(here->second.renewed_ns, renew_every_ns())) {
       here->second.renewed_ns = now_ns;
       writer_->QueueUrgent(TransferOpcode::kLease,
                            wire::Encode(wire::TransferLease{.epoch = here->first}));
@@ -406,8 +413,8 @@ int64_t ReceiveHalf::next_deadline() const {
   if (transfers_.empty()) return kNever;
   int64_t next = std::min(next_poll_ns_, room_at_ns_);
   for (const auto& [epoch, transfer] : transfers_) {
-    next = std::min({next, transfer.deadline_ns,
-                     MomentAfter(transfer.renewed_ns, lease_ns_ / kRenewalsPerLease)});
+    next =
+        std::min({next, transfer.deadline_ns, MomentAfter(transfer.renewed_ns, renew_every_ns())});
   }
   return next;
 }

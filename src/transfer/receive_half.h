@@ -136,6 +136,7 @@ class ReceiveHalf {
   // The same for one that still waits here: it learns why.
   void Fail(uint64_t epoch, const Status& why);
   void PollReservations(int64_t now_ns);
+  int64_t renew_every_ns() const;
 
   FrameWriter* const writer_;
   const Options options_;

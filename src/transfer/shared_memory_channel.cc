@@ -2,8 +2,8 @@
 // the memory, wakes a side that waits, and tells when a side is gone.
 //
 // The peer can write to all of it at any time. So each side keeps its own position and believes the
-// other's only as far as a ring can be filled; bytes are copied out once, and checked where they
-// were copied to. The memory cannot be made shorter under us: it is sealed.
+// other's only as far as a ring can be filled; bytes are copied out once, and the checksum is that
+// of the copy. The memory cannot be made shorter under us: it is sealed.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/copied_checksum.h"
 #include "base/guard.h"
 #include "transfer/byte_channel.h"
 
@@ -33,6 +34,10 @@ static_assert((kRingBytes & (kRingBytes - 1)) == 0, "a position's place must sur
 // A side that waits for room is woken when this much is free: else for each header that is read.
 constexpr size_t kRoomBytes = kRingBytes / 4;
 constexpr size_t kLine = 64;
+// Copied to the ring at a time. The C library takes one instruction for longer copies (rep movsb),
+// which on AMD's cores is half as fast, and a fifth where both sides begin a few bytes apart within
+// a line, as frames do.
+constexpr size_t kCopyBytes = 2048;
 
 // What both sides write to; a line each, so that they do not take it from each other for nothing.
 struct RingControl {
@@ -112,12 +117,24 @@ class SharedMemory final : public ByteChannel {
   SharedMemory(Socket socket, SharedRings rings, bool is_connector)
       : socket_(std::move(socket)), rings_(std::move(rings)), write_(is_connector ? 0 : 1) {}
 
-  Result<size_t> Read(std::span<const std::span<std::byte>> into) override;
+  Result<size_t> Read(std::span<const std::span<std::byte>> into) override {
+    return Take(into, [](std::byte* to, std::span<const std::byte> piece) {
+      std::memcpy(to, piece.data(), piece.size());
+    });
+  }
+  Result<size_t> ReadSummed(std::span<const std::span<std::byte>> into, uint32_t* crc) override {
+    return Take(into, [crc](std::byte* to, std::span<const std::byte> piece) {
+      *crc = CopyCrc32c(to, piece.data(), piece.size(), *crc);
+    });
+  }
   Result<size_t> Write(std::span<const std::span<const std::byte>> parts) override;
   void EndWrites() noexcept override { socket_.EndWrites(); }
   Wait PrepareWait(bool wants_read, bool wants_write) override;
 
  private:
+  // copy(to, piece): a piece of the ring to its place, once.
+  template <typename F>
+  Result<size_t> Take(std::span<const std::span<std::byte>> into, F&& copy);
   Result<size_t> Readable();
   Result<size_t> Writable();
   // Whether Read or Write has something to do.
@@ -150,7 +167,8 @@ Result<size_t> SharedMemory::Writable() {
   return kRingBytes - static_cast<size_t>(used);
 }
 
-Result<size_t> SharedMemory::Read(std::span<const std::span<std::byte>> into) {
+template <typename F>
+Result<size_t> SharedMemory::Take(std::span<const std::span<std::byte>> into, F&& copy) {
   if (!rings_.is_open()) {
     QUIRE_RETURN_IF_ERROR(TakeSignals());
     if (!rings_.is_open()) return size_t{0};
@@ -167,7 +185,7 @@ Result<size_t> SharedMemory::Read(std::span<const std::span<std::byte>> into) {
     const size_t count = std::min(left, place.size());
     std::byte* to = place.data();
     ForEachPiece(read(), read_at_, count, [&](std::span<const std::byte> piece) {
-      std::memcpy(to, piece.data(), piece.size());
+      copy(to, piece);
       to += piece.size();
     });
     read_at_ += count;
@@ -190,7 +208,8 @@ Result<size_t> SharedMemory::Write(std::span<const std::span<const std::byte>> p
     const size_t count = std::min(left, part.size());
     const std::byte* from = part.data();
     ForEachPiece(written(), written_at_, count, [&](std::span<std::byte> piece) {
-      std::memcpy(piece.data(), from, piece.size());
+      for (size_t at = 0; at < piece.size(); at += kCopyBytes)
+        std::memcpy(piece.data() + at, from + at, std::min(kCopyBytes, piece.size() - at));
       from += piece.size();
     });
     written_at_ += count;

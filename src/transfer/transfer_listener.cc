@@ -190,8 +190,23 @@ class PeerListener final : public TransferListener {
     last_refusal_ = why;
   }
 
+  // Nobody has taken them, and may not for long: each holds a socket, and the memory of its rings.
+  // They end without the lock, as their threads do.
+  std::vector<std::shared_ptr<PeerConnection>> TakeEnded() {
+    std::vector<std::shared_ptr<PeerConnection>> ended;
+    const std::lock_guard lock(mutex_);
+    ended.reserve(open_.size());
+    std::erase_if(open_, [&](std::shared_ptr<PeerConnection>& peer) {
+      if (!peer->is_over()) return false;
+      ended.push_back(std::move(peer));
+      return true;
+    });
+    return ended;
+  }
+
   // Hands over the connections that are open, and lets go those that failed or are over.
   void SortOut() {
+    TakeEnded();
     std::erase_if(accepted_, [](const auto& peer) {
       const auto held = peer.lock();
       return held == nullptr || held->is_over();
@@ -248,7 +263,7 @@ class PeerListener final : public TransferListener {
 
   mutable std::mutex mutex_;  // of all that follows
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<TransferPeer>> open_;  // that no Accept has returned
+  std::deque<std::shared_ptr<PeerConnection>> open_;  // that no Accept has returned
   bool is_closed_ = false;
   int64_t refused_ = 0;
   Status last_refusal_;

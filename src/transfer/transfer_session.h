@@ -83,7 +83,11 @@ class TransferSession final : private FrameReader::Handler {
   bool accepts_input() const;
 
   bool has_output() const { return writer_.has_output(); }
-  // What is to be written; Sent tells what was. Calls of others are allowed meanwhile.
+  // The part that is written next, if its digest is to be made: nothing of it is gathered before it
+  // has one. Calls of others are allowed meanwhile. Null: there is none.
+  std::shared_ptr<OutgoingPart> WithoutDigest() const { return writer_.WithoutDigest(); }
+  // What is to be written; Sent tells what was. Calls of others are allowed meanwhile. Empty also
+  // where a part wants its digest.
   std::span<const std::span<const std::byte>> Gather(size_t frames_max) {
     return writer_.Gather(frames_max);
   }

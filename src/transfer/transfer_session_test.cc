@@ -689,6 +689,25 @@ TEST(TransferSession, RenewalsKeepToTheShorterLease) {
   EXPECT_EQ(pair.sender.over.count(map.epoch), 0U);
 }
 
+// A sender that names a lease of nothing, and reads no renewals: they would fill this side's
+// memory.
+TEST(TransferSession, RenewalsAreNoMoreThanAHundredInASecond) {
+  TransferSession::Options hasty = TestSessionOptions(false);
+  hasty.lease_ns = 1;
+  SessionPair pair(TestSessionOptions(true), hasty);
+  pair.Exchange();
+  pair.Ask(4);
+  TransferSession& session = pair.receiver.session;
+  session.Tick(pair.now);
+  EXPECT_GE(session.next_deadline(), pair.now + 10 * kNsPerMs);
+  const int64_t until = pair.now + 2 * kTestSecondNs;  // it is not dead yet
+  while (pair.now < until) session.Tick(pair.now += kNsPerMs);
+  ASSERT_TRUE(session.is_open());
+  size_t bytes = 0;
+  while (session.has_output()) bytes += TakeOutput(&session, 1 << 20, pair.now).size();
+  EXPECT_LE(bytes, 200 * (wire::kTransferHeaderBytes + sizeof(uint64_t)));
+}
+
 TEST(TransferSession, AReceiverThatLeavesTellsWhoWaitsForIt) {
   SessionPair pair;
   pair.Exchange();

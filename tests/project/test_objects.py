@@ -45,7 +45,7 @@ _WIDE = re.compile(
 _FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 # Functions that are called only when the CPU was asked, by how their names begin: they are a file's own.
 _ASKED_FIRST = {
-    ("base", "checksum.cc.o"): {"_ZN5quire12_GLOBAL__N_111Crc32cSse42EPKhmj"},
+    ("base", "checksum.cc.o"): {"_ZN5quire12_GLOBAL__N_111Crc32cSse42ILb"},
     ("blend", "rotation_loops.cc.o"): {
         "_ZN5quire10avx2_loops12_GLOBAL__N_1",
         "_ZN5quire12avx512_loops12_GLOBAL__N_1",
@@ -208,7 +208,7 @@ def layer_in_source(path: Path) -> str:
 
 _ALLOWED_GLOBALS = re.compile(
     r"quire::\(anonymous namespace\)::PathsOfCpu\(\)::paths|quire::(?:Stream|Weight)PrefetchOfCpu\((?:bool)?\)::advice"  # what the CPU can: asked once
-    r"|quire::Crc32c\(.*\)::has_sse42"
+    r"|quire::\(anonymous namespace\)::HasSse42\(\)::has"
     r"|quire::\(anonymous namespace\)::kNoDetail"  # const; std::string keeps it out of .rodata
     r"|quire::\(anonymous namespace\)::handler_in_place"  # of failed checks, given by the host
     r"|quire::ffi::(?:\(anonymous namespace\)::)?\w+::_\w*(?:\(\)::tindex)?"  # tvm-ffi's type indices

@@ -25,6 +25,19 @@ std::unique_ptr<CompositeState> JoinStates(const std::shared_ptr<AttentionKVCach
   return *std::move(joined);
 }
 
+StateSizes StateSizesOf(std::span<const RecurrentLayerSpec> layers) {
+  StateSizes sizes;
+  for (const RecurrentLayerSpec& layer : layers) {
+    const int64_t floats = layer.kind == RecurrentLayerKind::kConvolution
+                               ? (layer.width - 1) * layer.num_channels
+                               : layer.num_heads * layer.key_dim * layer.value_dim;
+    const int64_t bytes = floats * static_cast<int64_t>(sizeof(float));
+    sizes.all += bytes;
+    sizes.largest = std::max(sizes.largest, bytes);
+  }
+  return sizes;
+}
+
 EngineStates::EngineStates(AttentionKVCache* attention)
     : kv_(attention),
       attention_(attention),

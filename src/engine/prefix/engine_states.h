@@ -27,6 +27,13 @@ inline constexpr int64_t kPagesUnlimited = int64_t{1} << 40;
 std::unique_ptr<CompositeState> JoinStates(const std::shared_ptr<AttentionKVCache>& attention,
                                            const std::shared_ptr<RecurrentCache>& recurrent);
 
+// Bytes of the states of recurrent layers at one position: of all, and of the largest one.
+struct StateSizes {
+  int64_t all = 0;
+  int64_t largest = 0;
+};
+StateSizes StateSizesOf(std::span<const RecurrentLayerSpec> layers);
+
 // A view: the objects belong to its maker.
 class EngineStates {
  public:

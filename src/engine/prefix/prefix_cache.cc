@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/checksum.h"
 #include "base/guard.h"
 
 namespace quire {
@@ -91,8 +92,13 @@ void PrefixCache::Move(Entries::iterator entry, Part* part) noexcept {
 
 void PrefixCache::AddLease(std::span<const int32_t> tokens, const PrefixSpace& space,
                            int64_t until_ns) noexcept {
+  if (tokens.empty()) return;
+  if (TakeAsked(tokens, space)) {
+    ++lease_counts_.used;
+    return;
+  }
   const PrefixMatch match = Find(tokens, space);
-  if (tokens.empty() || match.length < std::ssize(tokens)) return;
+  if (match.length < std::ssize(tokens)) return;
   const Entries::iterator entry = by_id_.at(match.sequence_id);
   const Status added = GuardEntry([&]() -> Status {
     leases_.push_back({.entry = entry, .tokens = std::ssize(tokens), .until_ns = until_ns});
@@ -112,7 +118,9 @@ PrefixCache::Leases::iterator PrefixCache::EndLease(Leases::iterator lease,
   return leases_.erase(lease);
 }
 
-void PrefixCache::EndLease(std::span<const int32_t> tokens, const PrefixSpace& space) noexcept {
+void PrefixCache::EndLease(std::span<const int32_t> tokens, const PrefixSpace& space,
+                           int64_t until_ns) noexcept {
+  if (tokens.empty()) return;
   for (auto lease = leases_.begin(); lease != leases_.end(); ++lease) {
     const int64_t left = lease->tokens - std::ssize(tokens);
     if (left < 0 || left > 1 || lease->entry->space != space) continue;
@@ -120,6 +128,35 @@ void PrefixCache::EndLease(std::span<const int32_t> tokens, const PrefixSpace& s
     EndLease(lease, &lease_counts_.used);
     return;
   }
+  NoteAsked(tokens, space, until_ns);
+}
+
+void PrefixCache::NoteAsked(std::span<const int32_t> tokens, const PrefixSpace& space,
+                            int64_t until_ns) noexcept {
+  if (lease_limits_.leases == 0) return;
+  // Without memory the next lease lives its time.
+  static_cast<void>(GuardEntry([&]() -> Status {
+    asked_.push_back({.space = space,
+                      .tokens = std::ssize(tokens),
+                      .hash = Hash64(tokens.data(), tokens.size_bytes()),
+                      .until_ns = until_ns});
+    return {};
+  }));
+  if (std::ssize(asked_) > lease_limits_.leases) asked_.pop_front();
+}
+
+bool PrefixCache::TakeAsked(std::span<const int32_t> tokens, const PrefixSpace& space) noexcept {
+  const int64_t now_ns = asked_.empty() ? 0 : clock_->SteadyNs();
+  std::erase_if(asked_, [&](const Asked& asked) { return now_ns >= asked.until_ns; });
+  const auto found = std::ranges::find_if(asked_, [&](const Asked& asked) {
+    const int64_t left = std::ssize(tokens) - asked.tokens;
+    if (left < 0 || left > 1 || asked.space != space) return false;
+    const auto first = tokens.first(static_cast<size_t>(asked.tokens));
+    return asked.hash == Hash64(first.data(), first.size_bytes());
+  });
+  if (found == asked_.end()) return false;
+  asked_.erase(found);
+  return true;
 }
 
 void PrefixCache::EndOverdueLeases() noexcept {
@@ -131,6 +168,7 @@ void PrefixCache::EndOverdueLeases() noexcept {
 
 void PrefixCache::EndLeases() noexcept {
   while (!leases_.empty()) EndLease(leases_.begin(), &lease_counts_.given_up);
+  asked_.clear();
 }
 
 void PrefixCache::EndSurplusLeases() noexcept {

@@ -33,6 +33,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <limits>
 #include <list>
@@ -128,11 +129,13 @@ class PrefixCache {
   void SetLeaseLimits(const LeaseLimits& limits) { lease_limits_ = limits; }
   // What is retained of exactly these tokens, and stands before others perhaps, is about to be
   // asked for. Nothing where they are not retained to their end, and without memory: a lease is a
-  // favour.
+  // favour. Where it was asked for before (EndLease), the lease is used as it begins.
   void AddLease(std::span<const int32_t> tokens, const PrefixSpace& space,
                 int64_t until_ns) noexcept;
-  // They were asked for, perhaps but for the last token: the oldest lease of these ends.
-  void EndLease(std::span<const int32_t> tokens, const PrefixSpace& space) noexcept;
+  // They were asked for, perhaps but for the last token: the oldest lease of these ends. Without
+  // one, this is remembered for the next one, if that begins before `until_ns`.
+  void EndLease(std::span<const int32_t> tokens, const PrefixSpace& space,
+                int64_t until_ns) noexcept;
   void EndOverdueLeases() noexcept;
   void EndLeases() noexcept;
   int64_t lease_count() const { return static_cast<int64_t>(leases_.size()); }
@@ -189,6 +192,13 @@ class PrefixCache {
     int64_t until_ns;
   };
   using Leases = std::list<Lease>;  // the oldest first
+  // Tokens that were asked for when they had no lease.
+  struct Asked {
+    PrefixSpace space;
+    int64_t tokens;
+    uint64_t hash;
+    int64_t until_ns;
+  };
 
   // Stands behind all texts that begin so.
   struct Beginning {
@@ -225,6 +235,10 @@ class PrefixCache {
   Leases::iterator EndLease(Leases::iterator lease, int64_t* count) noexcept;
   // Where there are more than the limits allow.
   void EndSurplusLeases() noexcept;
+  void NoteAsked(std::span<const int32_t> tokens, const PrefixSpace& space,
+                 int64_t until_ns) noexcept;
+  // Whether they were asked for; forgets it.
+  bool TakeAsked(std::span<const int32_t> tokens, const PrefixSpace& space) noexcept;
   // A longer sequence replaces one that may have leases.
   void PassLeases(Entries::iterator from, Entries::iterator to) noexcept;
   void MakeNewest(Entries::iterator entry) noexcept;
@@ -259,6 +273,7 @@ class PrefixCache {
   Part part_of_all_;                   // of salts without a part of their own
   Part leased_;                        // of entries with leases, of all salts
   Leases leases_;
+  std::deque<Asked> asked_;  // the oldest first; at most as many as leases
   LeaseLimits lease_limits_;
   LeaseCounts lease_counts_;
   uint64_t last_used_ = 0;

@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/random.h"
+#include "base/testing/fake_clock.h"
 
 namespace quire {
 namespace {
@@ -24,7 +25,7 @@ struct Fixture {
                    int64_t window = 0)
       : owned(MakeCache(pages, page_size, window)),
         kv(*owned),
-        prefixes(&kv, page_size, {.sequences = sequences_max, .tokens = 1 << 20}) {}
+        prefixes(&kv, page_size, {.sequences = sequences_max, .tokens = 1 << 20}, clock) {}
 
   static std::unique_ptr<AttentionKVCache> MakeCache(int64_t pages, int64_t page_size,
                                                      int64_t window) {
@@ -66,6 +67,7 @@ struct Fixture {
     return id;
   }
 
+  const std::shared_ptr<FakeClock> clock = std::make_shared<FakeClock>();
   std::unique_ptr<AttentionKVCache> owned;
   AttentionKVCache& kv;
   PrefixCache prefixes;
@@ -280,11 +282,11 @@ TEST(PrefixCache, ALeaseEndsOnce) {
   prefixes.AddLease(text, {}, kNever);
   prefixes.AddLease(text, {}, 0);
   EXPECT_EQ(prefixes.leased_pages(), 2) << "two leases of one sequence";
-  prefixes.EndLease(first(3), {});
-  prefixes.EndLease(text, {.salt = "other"});
-  prefixes.EndLease(Tokens{1, 2, 3, 9}, {});
+  prefixes.EndLease(first(3), {}, 0);
+  prefixes.EndLease(text, {.salt = "other"}, 0);
+  prefixes.EndLease(Tokens{1, 2, 3, 9}, {}, 0);
   EXPECT_EQ(prefixes.lease_count(), 2) << "nobody has asked for these tokens";
-  prefixes.EndLease(first(4), {});
+  prefixes.EndLease(first(4), {}, 0);
   EXPECT_EQ(prefixes.lease_counts().used, 1);
   EXPECT_EQ(prefixes.lease_count(), 1);
   prefixes.EndOverdueLeases();
@@ -303,6 +305,45 @@ TEST(PrefixCache, ALeaseEndsOnce) {
   prefixes.EndLeases();
   EXPECT_EQ(prefixes.lease_counts().given_up, 2);
   prefixes.CheckInvariants();
+}
+
+// A peer that asks before the lease begins does not ask again: such a lease would live for nothing.
+TEST(PrefixCache, ALeaseOfWhatWasAskedForBeforeIsUsedAtOnce) {
+  constexpr int64_t kUntil = 1000;
+  Fixture fixture;
+  PrefixCache& prefixes = fixture.prefixes;
+  prefixes.SetLeaseLimits({.leases = 2, .pages = 100});
+  const Tokens text = {1, 2, 3, 4, 5};
+  fixture.Retain(text);
+  const std::span<const int32_t> but_the_last = std::span(text).first(4);
+  const auto lease_lives = [&](const PrefixSpace& space = {}) {
+    const int64_t before = prefixes.lease_counts().used;
+    prefixes.AddLease(text, space, kNever);
+    const bool lives = prefixes.lease_count() == 1;
+    EXPECT_EQ(prefixes.lease_counts().used, before + (lives ? 0 : 1));
+    prefixes.EndLeases();
+    prefixes.CheckInvariants();
+    return lives;
+  };
+  for (const std::span<const int32_t> asked : {but_the_last, std::span<const int32_t>(text)}) {
+    prefixes.EndLease(asked, {}, kUntil);
+    EXPECT_FALSE(lease_lives());
+    EXPECT_TRUE(lease_lives()) << "each that asks ends one";
+  }
+  prefixes.EndLease(text, {.salt = "other"}, kUntil);
+  prefixes.EndLease(std::span(text).first(3), {}, kUntil);
+  EXPECT_TRUE(lease_lives()) << "others have asked, or for other tokens";
+  prefixes.EndLease(Tokens{1, 2, 3, 9}, {}, kUntil);
+  EXPECT_TRUE(lease_lives());
+  prefixes.EndLease(but_the_last, {}, kUntil);
+  fixture.clock->Advance(kUntil);
+  EXPECT_TRUE(lease_lives()) << "too long ago";
+  for (const int32_t other : {6, 7}) prefixes.EndLease(Tokens{other}, {}, kNever);
+  prefixes.EndLease(but_the_last, {}, kNever);
+  EXPECT_FALSE(lease_lives()) << "the oldest one made room";
+  prefixes.EndLease(but_the_last, {}, kNever);
+  for (const int32_t other : {6, 7}) prefixes.EndLease(Tokens{other}, {}, kNever);
+  EXPECT_TRUE(lease_lives()) << "it was the oldest";
 }
 
 // Parts and leases come, change and go; CheckInvariants finds the next victim by looking at all.
@@ -328,7 +369,7 @@ TEST(PrefixCache, GivesUpTheOldestBeyondItsPartWhateverParts) {
         fixture.prefixes.Evict(static_cast<int64_t>(random.Below(60)));
         break;
       case 3:
-        fixture.prefixes.EndLease(leased, {.salt = leased_salt});
+        fixture.prefixes.EndLease(leased, {.salt = leased_salt}, 0);
         break;
       case 4:
         fixture.prefixes.EndOverdueLeases();

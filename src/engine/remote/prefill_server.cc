@@ -51,6 +51,7 @@ void PrefillServer::Accept() noexcept {
 }
 
 Status PrefillServer::Add(const std::shared_ptr<TransferPeer>& peer) {
+  ForgetEnded();  // the engine may make no step for long
   peer->SetWake(wake_);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_closed_) return Status(StatusCode::kClosed, "PrefillServer: it was ended");
@@ -103,18 +104,19 @@ Result<bool> PrefillServer::Take(PrefillJob* job) {
   return false;
 }
 
+// A connection ends with its thread, which may take a moment: without the lock.
 void PrefillServer::ForgetEnded() noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (auto place = connections_.begin(); place != connections_.end();) {
-    TransferPeer& peer = *place->second.peer;
-    if (peer.status().ok()) {
-      ++place;
-      continue;
+  std::map<int64_t, Connection> ended;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto place = connections_.begin(); place != connections_.end();) {
+      const auto here = place++;
+      if (here->second.peer->status().ok()) continue;
+      static_cast<void>(channel_->Disconnect(here->first));  // it is there
+      ended.insert(connections_.extract(here));
     }
-    peer.SetWake(nullptr);
-    static_cast<void>(channel_->Disconnect(place->first));  // it is there
-    place = connections_.erase(place);
   }
+  for (auto& [number, connection] : ended) connection.peer->SetWake(nullptr);
 }
 
 int64_t PrefillServer::connection_count() const {

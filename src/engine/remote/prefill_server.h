@@ -1,8 +1,9 @@
 // Where other processes ask for prompts: a listener, the connections that came, and what they ask
 // for. The engine takes it between two steps (PrefillTraffic).
 //
-// Threads: one of its own accepts; the connections' threads call `wake`; the engine's thread does
-// the rest. The connections are under a mutex, which is not held while anything waits.
+// Threads: one of its own accepts, and forgets what is over; the connections' threads call `wake`;
+// the engine's thread does the rest. The connections are under a mutex, which is not held while
+// anything waits.
 #ifndef QUIRE_ENGINE_REMOTE_PREFILL_SERVER_H_
 #define QUIRE_ENGINE_REMOTE_PREFILL_SERVER_H_
 
@@ -52,13 +53,13 @@ class PrefillServer {
   bool is_ending() const noexcept { return is_ending_.load(std::memory_order_acquire); }
   // Prompts that peers have asked for and have neither got nor given up.
   int64_t open_count() const;
+  // Connections that are over are forgotten.
+  void ForgetEnded() noexcept;
 
   // ---- The engine's thread.
   // The next prompt that is asked for, if any: true. Connections have their turns: one that always
   // asks keeps nobody out. OutOfMemory, and nothing is lost.
   Result<bool> Take(PrefillJob* job);
-  // Connections that are over are forgotten.
-  void ForgetEnded() noexcept;
   int64_t connection_count() const;
   // The bytes of rows that were sent and that no peer has taken yet.
   int64_t sending_bytes() const;

@@ -62,5 +62,20 @@ TEST(PrefillServer, PeersHaveTheirTurns) {
   for (const auto& peer : peers) EXPECT_TRUE(peer->SetReceiver(nullptr).ok());
 }
 
+// An engine that makes no step asks for nothing: those that come and go meanwhile hold no memory.
+TEST(PrefillServer, ConnectionsThatCameAndWentAreForgottenByTheNextOne) {
+  const TransferPeerOptions patient{.passport = TestPassport(),
+                                    .connect_timeout = std::chrono::minutes(1),
+                                    .dead_after = std::chrono::minutes(1)};
+  const std::shared_ptr<Clock> clock = MachineTime();
+  const int64_t until_ns = clock->SteadyNs() + 60 * kTestSecondNs;
+  const auto server = PrefillServer::Start({.peer = patient}, [] {}).value();
+  for (int64_t came = 0; came < 12 || server->connection_count() > 2; ++came) {
+    ASSERT_LT(clock->SteadyNs(), until_ns) << server->connection_count() << " are remembered";
+    const auto peer = TransferPeer::Connect(server->endpoint(), patient);
+    ASSERT_TRUE(peer.ok()) << peer.status().ToString();
+  }
+}
+
 }  // namespace
 }  // namespace quire

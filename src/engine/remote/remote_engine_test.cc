@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -228,6 +229,37 @@ TEST_P(RemoteEngine, APromptOfAnyLengthIsComputedThereAndAnsweredHere) {
   ASSERT_EQ(infos.size(), 1U);
   EXPECT_EQ(infos[0].tokens, remote);
   EXPECT_TRUE(infos[0].connected);
+}
+
+// As little as is taken: a state of recurrent layers alone may be larger than all of it.
+TEST_P(RemoteEngine, LittleSendingMemorySlowsAPromptDownAndLosesNothing) {
+  EngineOptions options = Options(16);
+  options.sending_bytes = std::max<int64_t>(1, 4 * Create(options)->Stats().kv_bytes_per_token);
+  const int64_t planned = Engine::PlanMemory(options).value().sending_bytes;
+  const std::unique_ptr<Engine> peer = Create(options);
+  TransferPeerOptions patient = Patient();
+  patient.send_wait = std::chrono::minutes(1);
+  const std::string path = socket_folder_.path() + "/little";
+  const auto address =
+      peer->ServePrefill(Identity(), {.endpoint = "unix:" + path, .peer = patient});
+  ASSERT_TRUE(address.ok()) << address.status().ToString();
+  const std::unique_ptr<Engine> engine = Attached(Options(64), *address);
+  for (const int64_t length : {2, 40, 65}) {
+    SCOPED_TRACE(length);
+    const Tokens prompt = Text(length, static_cast<uint64_t>(length));
+    const int64_t id = Submit(engine.get(), prompt, Sampled(3));
+    Given given, of_peer;
+    for (int steps = 0; !engine->Idle() && steps < 200'000; ++steps) {
+      ASSERT_NO_FATAL_FAILURE(Step(engine.get(), &given));
+      ASSERT_NO_FATAL_FAILURE(Step(peer.get(), &of_peer));
+      ASSERT_LE(peer->Stats().sending_bytes, planned);
+    }
+    ASSERT_TRUE(engine->Idle()) << "no progress";
+    ExpectAlone(given, id, prompt, Sampled(3));
+    EXPECT_EQ(given.ends.at(id).remote_tokens + given.ends.at(id).cached_tokens, length - 1);
+  }
+  EXPECT_EQ(engine->Stats().remote_losses, 0);
+  EXPECT_EQ(peer->Stats().served_losses, 0);
 }
 
 TEST_P(RemoteEngine, StagingMemoryThatTakesNoRowIsRefusedByName) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/testing/fake_clock.h"
+#include "engine/engine_caches.h"
 #include "engine/testing/remote_pair.h"
 
 namespace quire {
@@ -232,7 +233,8 @@ class HeldPrompts : public RemotePairs {
  protected:
   // A server with few pages that has computed the prompt, which is held.
   std::unique_ptr<Server> Computed(const std::shared_ptr<Clock>& clock = nullptr) {
-    auto peer = std::make_unique<Server>(Sizes{.pages = 40, .page_size = 4, .clock = clock});
+    auto peer = std::make_unique<Server>(
+        Sizes{.pages = 40, .page_size = 4, .clock = clock, .recurrent = recurrent_});
     address_ = Serve(peer.get(), Endpoint());
     peer->Generate(prompt_, Held());
     EXPECT_EQ(peer->engine->Stats().held_prompts, 1);
@@ -242,31 +244,83 @@ class HeldPrompts : public RemotePairs {
   // Tokens that the peer computes when another engine asks for the prompt.
   int64_t ComputedAgain(Server* peer) {
     const int64_t before = peer->engine->Stats().computed_tokens;
-    Server server({.page_size = 8});
+    Server server({.page_size = 8, .recurrent = recurrent_});
     Attach(&server, {.addresses = {address_}, .when = RemotePrefill::kAlways});
     const int64_t id = server.Submit(prompt_, Greedy(6));
     Finish(&server, {peer});
-    ExpectEqual(server.answers[{id, 0}], Alone(prompt_, Greedy(6)), "of the second server");
+    ExpectEqual(server.answers[{id, 0}], AloneAsThese(prompt_, Greedy(6)), "of the second server");
     Settle(peer);
     return peer->engine->Stats().computed_tokens - before;
   }
 
+  Answer AloneAsThese(const Tokens& prompt, const SamplingOptions& options) const {
+    Server server({.prefix_cache = false, .recurrent = recurrent_});
+    return server.Generate(prompt, options);
+  }
+
   const Tokens prompt_ = Text(60, 1);
+  bool recurrent_ = false;
   std::string address_;
 };
 
 TEST_F(HeldPrompts, OthersDoNotPushAPromptOutBeforeThePeerHasIt) {
-  const std::unique_ptr<Server> peer = Computed();
-  for (uint64_t seed = 2; seed < 8; ++seed) {
-    const Tokens other = Text(60, seed);
-    ExpectEqual(peer->Generate(other, Greedy(4)), Alone(other, Greedy(4)), "beside it");
+  for (const bool recurrent : {false, true}) {
+    SCOPED_TRACE(recurrent);
+    recurrent_ = recurrent;
+    const std::unique_ptr<Server> peer = Computed();
+    for (uint64_t seed = 2; seed < 8; ++seed) {
+      const Tokens other = Text(60, seed);
+      ExpectEqual(peer->Generate(other, Greedy(4)), AloneAsThese(other, Greedy(4)), "beside it");
+    }
+    EXPECT_EQ(ComputedAgain(peer.get()), 1) << "the token before the last one";
+    const EngineStats stats = peer->engine->Stats();
+    EXPECT_EQ(stats.held_prompts, 0);
+    EXPECT_EQ(stats.held_pages, 0);
+    EXPECT_EQ(stats.held_used, 1);
+    EXPECT_EQ(stats.held_overdue + stats.held_given_up, 0);
   }
-  EXPECT_EQ(ComputedAgain(peer.get()), 1) << "the token before the last one";
-  const EngineStats stats = peer->engine->Stats();
-  EXPECT_EQ(stats.held_prompts, 0);
-  EXPECT_EQ(stats.held_pages, 0);
-  EXPECT_EQ(stats.held_used, 1);
-  EXPECT_EQ(stats.held_overdue + stats.held_given_up, 0);
+}
+
+// A router that asks both servers at once: the peer may have the prompt before its lease begins.
+TEST_F(HeldPrompts, APromptThatThePeerHasIsNotHeldForIt) {
+  for (const bool recurrent : {false, true}) {
+    SCOPED_TRACE(recurrent);
+    recurrent_ = recurrent;
+    const auto clock = std::make_shared<FakeClock>();
+    Server peer({.pages = 40, .page_size = 4, .clock = clock, .recurrent = recurrent});
+    address_ = Serve(&peer, Endpoint());
+    EXPECT_EQ(ComputedAgain(&peer), 59);
+    ExpectEqual(peer.Generate(prompt_, Held()), AloneAsThese(prompt_, Held()), "of the first one");
+    EXPECT_EQ(peer.engine->Stats().computed_tokens, 60) << "what the peer got was made once";
+    EXPECT_EQ(peer.engine->Stats().held_prompts, 0);
+    EXPECT_EQ(peer.engine->Stats().held_used, 1);
+    if (recurrent) continue;  // it goes on from the job's end, and none goes on from before that
+    peer.Generate(prompt_, Held());
+    EXPECT_EQ(peer.engine->Stats().held_prompts, 1) << "for one that will ask";
+    EXPECT_EQ(ComputedAgain(&peer), 1);
+    EXPECT_EQ(peer.engine->Stats().held_prompts, 0);
+    EXPECT_EQ(peer.engine->Stats().held_used, 2);
+    // What was asked for long ago was for another answer.
+    ComputedAgain(&peer);
+    clock->Advance(30'000 * kNsPerMs);
+    peer.Generate(prompt_, Held());
+    EXPECT_EQ(peer.engine->Stats().held_prompts, 1);
+    EXPECT_EQ(peer.engine->Stats().held_used, 2);
+    EXPECT_EQ(peer.engine->Stats().held_overdue, 0);
+  }
+}
+
+// What goes on from an answer is kept to its end, which no job goes on from; and a prompt of two
+// tokens has nothing before its last two.
+TEST_F(HeldPrompts, WhatCannotBeGoneOnFromIsNotHeld) {
+  Server peer({.pages = 60, .page_size = 4, .recurrent = true});
+  Serve(&peer, Endpoint());
+  SamplingOptions longer = Greedy(90);
+  longer.held_for_peer = true;
+  peer.Generate(prompt_, longer);
+  peer.Generate(Text(2, 3), Held());
+  EXPECT_EQ(peer.engine->Stats().held_prompts, 0);
+  EXPECT_EQ(peer.engine->Stats().retained_sequences, 2);
 }
 
 TEST_F(HeldPrompts, ARequestThatNeedsThePagesHasThem) {
@@ -308,12 +362,13 @@ TEST_F(HeldPrompts, NothingIsHeldWhereNobodyAsks) {
 
 // Whichever of the two begins, the other one goes on from what it has computed.
 TEST_F(RemotePairs, APromptThatBothServersAreAskedForIsComputedOnce) {
-  for (const bool job_is_first : {false, true}) {
-    SCOPED_TRACE(job_is_first);
-    Server peer({.page_size = 8, .chunk = 12});
+  for (const auto& [job_is_first, recurrent] :
+       {std::pair(false, false), {true, false}, {false, true}, {true, true}}) {
+    SCOPED_TRACE(testing::Message() << job_is_first << recurrent);
+    Server peer({.page_size = 8, .chunk = 12, .recurrent = recurrent});
     const PrefillPeerOptions use{.addresses = {Serve(&peer, Endpoint())},
                                  .when = RemotePrefill::kAlways};
-    Server server({.page_size = 4});
+    Server server({.page_size = 4, .recurrent = recurrent});
     Attach(&server, use);
     const Tokens prompt = Text(60, 1);
     const int64_t asked = server.Submit(prompt, Greedy(6));
@@ -328,10 +383,13 @@ TEST_F(RemotePairs, APromptThatBothServersAreAskedForIsComputedOnce) {
     EXPECT_EQ(peer.engine->Stats().waiting, 1) << "one of them waits for the other one";
     Finish(&server, {&peer});
     while (!peer.engine->Idle()) ASSERT_TRUE(peer.Step().ok());
-    ExpectEqual(server.answers[{asked, 0}], Alone(prompt, Greedy(6)), "of the second server");
-    ExpectEqual(peer.answers[{here, 0}], Alone(prompt, Held()), "of the first one");
+    Server alone({.prefix_cache = false, .recurrent = recurrent});
+    ExpectEqual(server.answers[{asked, 0}], alone.Generate(prompt, Greedy(6)), "of the second");
+    ExpectEqual(peer.answers[{here, 0}], alone.Generate(prompt, Held()), "of the first server");
     EXPECT_EQ(peer.engine->Stats().computed_tokens, job_is_first ? 60 : 61);
     EXPECT_EQ(server.engine->Stats().remote_tokens, 59);
+    EXPECT_EQ(peer.engine->Stats().held_prompts, 0);
+    EXPECT_EQ(peer.engine->Stats().held_used, 1);
     Settle(&peer);
   }
 }
@@ -367,15 +425,15 @@ class SlowReader {
   static constexpr int64_t kRowBytes = 2 * FakeModel::kDim * int64_t{sizeof(float)};  // of a layer
   static constexpr int64_t kWindowBytes = 256 * kRowBytes;
 
-  SlowReader(const std::string& address, const Tokens& prompt)
-      : cache_(MakeCache(model_, Sizes(), 2000)) {
-    KVTransfer& transfer = *cache_->transfer();
+  SlowReader(const std::string& address, const Tokens& prompt, bool recurrent = false)
+      : caches_(MakeCaches(&model_, recurrent)) {
+    KVTransfer& transfer = *caches_.state().transfer();
     EXPECT_TRUE(transfer.SetStagingLimit(kWindowBytes).ok());
     TransferPeerOptions options = Patient({});
     options.lease = std::chrono::hours(1);
     options.window_bytes = kWindowBytes;
-    options.passport = CachePassport(SequenceStates(*cache_), PairIdentity(), false).value();
-    EXPECT_TRUE(cache_->AddSequence(0).ok());
+    options.passport = CachePassport(caches_.states(), PairIdentity(), false).value();
+    EXPECT_TRUE(caches_.state().AddSequence(0, false).ok());
     const ReceiveMap map = transfer.DisaggPrepareRecv(0, std::ssize(prompt)).value();
     held_ = transfer.View(map.epoch, 0, {.count = 256, .head_count = 1}).value();
     EXPECT_EQ(transfer.staging().held, kWindowBytes);
@@ -385,10 +443,16 @@ class SlowReader {
   }
 
  private:
+  static EngineCaches MakeCaches(FakeModel* model, bool recurrent) {
+    if (!recurrent) return EngineCaches(MakeCache(*model, Sizes(), 2000), nullptr);
+    model->AddRecurrentLayers();
+    return EngineCaches(MakeCache(*model, Sizes(), 2000), MakeStates(*model, Sizes()));
+  }
+
   FakeModel model_;
-  const std::unique_ptr<AttentionKVCache> cache_;
+  const EngineCaches caches_;
   ReceiveView held_;
-  std::shared_ptr<TransferPeer> peer_;  // ends before the cache
+  std::shared_ptr<TransferPeer> peer_;  // ends before the caches
 };
 
 // Each of them has a window of as much as the sender may hold for all: what is computed for them
@@ -425,6 +489,39 @@ TEST_F(RemotePairs, PeersThatReadSlowlyHoldNoMoreThanTheSendingMemory) {
   Settle(&peer);
   ASSERT_TRUE(peer.Step().ok());
   EXPECT_EQ(peer.engine->Stats().sending_bytes, 0);
+}
+
+// A forward that had room for its rows alone would wait for that of its states, and lose the
+// prompt.
+TEST_F(RemotePairs, StatesHaveTheirRoomInTheSendingMemory) {
+  constexpr int64_t kChunk = 8;
+  const auto peer_sizes = [](int64_t bytes) {
+    return Sizes{.page_size = 8, .chunk = kChunk, .recurrent = true, .sending_bytes = bytes};
+  };
+  FakeModel model;
+  model.AddRecurrentLayers();
+  const int64_t states = StateSizesOf(model.info().recurrent_layers).all;
+  const int64_t rows = kChunk * FakeModel::kLayers * SlowReader::kRowBytes;
+  ASSERT_GT(states, 0);
+  // A quarter takes three forwards, and the rows of a fourth one.
+  const int64_t sending = 4 * (3 * (rows + states) + rows + states / 2);
+  Server peer(peer_sizes(sending));
+  const std::string address = Serve(&peer, Endpoint(), {.lease = std::chrono::hours(1)});
+  std::vector<std::unique_ptr<SlowReader>> readers;
+  for (uint64_t seed = 1; seed <= 6; ++seed)
+    readers.push_back(std::make_unique<SlowReader>(address, Text(400, seed), true));
+  const int64_t forwards = sending / (rows + states);
+  const auto step = [&] {
+    ASSERT_TRUE(peer.Step().ok());
+    ASSERT_LE(peer.engine->Stats().sending_bytes, sending);
+    ASSERT_EQ(peer.engine->Stats().served_losses, 0);
+  };
+  while (peer.engine->Stats().served_waiting < 6) ASSERT_NO_FATAL_FAILURE(step());
+  for (int64_t turn = 0; turn < 6 * forwards; ++turn) ASSERT_NO_FATAL_FAILURE(step());
+  EXPECT_EQ(peer.engine->Stats().served_waiting, 6);
+  EXPECT_EQ(peer.engine->Stats().sending_bytes, forwards * (rows + states));
+  readers.clear();
+  Settle(&peer);
 }
 
 TEST_F(RemotePairs, SendingMemoryThatTakesNoTokensIsRefusedByName) {

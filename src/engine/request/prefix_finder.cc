@@ -143,12 +143,15 @@ bool PrefixFinder::IsBeingComputed(const Request& request, const Sample& sample,
     const int64_t exact_end = other->blend == nullptr || other->space == request.space
                                   ? kExactForever
                                   : other->blend->begin();
+    const bool is_cut = state_.is_recurrent() && other->is_for_peer();
     for (const Sample& candidate : other->samples) {
       if (!candidate.has_sequence() || candidate.pending() <= 1) continue;
-      const int64_t common = std::min(exact_end, CommonPrefix(tokens, candidate.tokens));
-      // A candidate that has gone past this position may no longer be forkable there.
+      int64_t common = std::min(exact_end, CommonPrefix(tokens, candidate.tokens));
+      // A candidate that has gone past this position may no longer be forkable there; but a held
+      // prompt is there to a certain position once it has ended.
       const auto end = static_cast<int64_t>(candidate.tokens.size());
-      if (!ForksAnywhere(request) && common != end) continue;
+      if (is_cut) common = std::min(common, other->HeldEnd());
+      if (!ForksAnywhere(request) && common != (is_cut ? other->HeldEnd() : end)) continue;
       if (common - matched >= page_size_) return true;
     }
   }

@@ -87,6 +87,13 @@ struct Request {
   std::span<const int32_t> answer_of(const Sample& sample) const {
     return std::span<const int32_t>(sample.tokens).subspan(prompt_tokens);
   }
+  // Where the job of a peer for this prompt is gone on from: it is for all but the last token, and
+  // the last of its own is computed, as that of every request. And whether nobody goes on from the
+  // answer, so that nothing behind that is to be kept.
+  int64_t HeldEnd() const { return prompt_tokens - 2; }
+  bool is_for_peer() const {
+    return options.held_for_peer && options.max_tokens == 1 && options.n == 1;
+  }
   RequestTimes TimesAt(int64_t now_ns) const noexcept;
   double DocumentSeconds() const noexcept;  // BlendUsage::wait_seconds
   // One of its samples begins, for the first time or again, behind what was found of it.

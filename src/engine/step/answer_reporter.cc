@@ -186,6 +186,7 @@ void AnswerReporter::ReleaseSequence(Request* request, Sample* sample) noexcept 
   sample->computed = kept;
   if (!inherits) {
     owners_.traffic.store.StoreWhole(*request, sample);
+    if (heir == nullptr) owners_.traffic.prefill.CutHeld(*request, sample);
     owners_.holders.sequences.Retain(*request, sample, owners_.retains);
     if (heir == nullptr) owners_.traffic.prefill.Hold(*request, request->prompt_of(*sample));
     return;

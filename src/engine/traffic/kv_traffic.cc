@@ -25,6 +25,7 @@ KVTraffic::KVTraffic(const Parts& parts)
                .prefix_cache = &parts.holders->prefix_cache,
                .clock = parts.clock,
                .bytes_per_token = parts.bytes_per_token,
+               .states = StateSizesOf(parts.model->info().recurrent_layers),
                .sending_bytes = parts.sending_bytes,
                .prefill_chunk = parts.prefill_chunk}),
       requests_(parts.holders->requests),

@@ -60,7 +60,7 @@ Result<std::string> PrefillTraffic::Serve(const SequenceStates& states, const Pa
                       std::to_string(kPeerPart * bytes_per_token_) + ", four tokens of its KV");
   }
   QUIRE_ASSIGN_OR_RETURN(options.peer.passport, CachePassport(states, identity, false));
-  options.peer.send_bytes = sending_bytes_ / kPeerPart;
+  options.peer.send_bytes = std::max(sending_bytes_ / kPeerPart, states_.largest);
   QUIRE_ASSIGN_OR_RETURN(std::unique_ptr<PrefillServer> server,
                          PrefillServer::Start(options, [bell = bell_] { bell->Ring(); }));
   QUIRE_RETURN_IF_ERROR(state_.transfer()->SetLayerSink(server->channel()));
@@ -165,8 +165,8 @@ std::vector<Request*> PrefillTraffic::FindBroken() const {
   return broken;
 }
 
-// What the sequence has and has not sent goes with the next forward, too. A connection that takes
-// less than all that at a time is to be empty first.
+// What the sequence has and has not sent goes with the next forward, too, and at its end the
+// states. A connection that takes less than all that at a time is to be empty first.
 int64_t PrefillTraffic::WantedBytes(const Request& request) const {
   const PrefillJob* const job = request.job.get();
   if (job == nullptr || job->is_refused || job->marked_sequence < 0) return 0;
@@ -174,7 +174,7 @@ int64_t PrefillTraffic::WantedBytes(const Request& request) const {
   if (!progress.ok()) return 0;  // FindBroken ends it
   const int64_t sent_end = progress->begin + progress->sent;
   const int64_t stored = std::max<int64_t>(0, request.leader()->computed - sent_end);
-  return std::min((stored + prefill_chunk_) * bytes_per_token_, job->window);
+  return std::min((stored + prefill_chunk_) * bytes_per_token_ + states_.all, job->window);
 }
 
 void PrefillTraffic::BeginPlan() {
@@ -267,7 +267,10 @@ void PrefillTraffic::NoteEnd(Request* request) noexcept {
   if (job->is_refused) return;
   if (job->sent == job->map.count) {
     ++prompts_;
-    prefix_cache_.EndLease(job->job.tokens, request->space);
+    const auto asked = std::span<const int32_t>(job->job.tokens);
+    // A held prompt with recurrent layers ends before the job's last token (CutHeld).
+    prefix_cache_.EndLease(state_.is_recurrent() ? asked.first(asked.size() - 1) : asked,
+                           request->space, MomentAfter(clock_.SteadyNs(), lease_ns_));
   } else {
     Refuse(job, Status(StatusCode::kInternal, "rows of the prompt were not sent"));
   }
@@ -280,9 +283,26 @@ void PrefillTraffic::NoteFailure(Request* request, const std::string& why) noexc
   Refuse(request->job.get(), Status(StatusCode::kUnavailable, why));
 }
 
+bool PrefillTraffic::IsHeld(const Request& request) const {
+  return request.options.held_for_peer && request.space.is_exact() && server_ != nullptr &&
+         !server_->is_ending();
+}
+
+// Without effect where the position is not reached, as where the prompt itself went on behind it:
+// then nothing is held.
+void PrefillTraffic::CutHeld(const Request& request, Sample* sample) const noexcept {
+  const int64_t end = request.HeldEnd();
+  if (!state_.is_recurrent() || !IsHeld(request) || !request.is_for_peer()) return;
+  if (end <= 0 || end >= sample->computed) return;
+  if (state_.ForkStart(sample->sequence_id, end) != end) return;
+  if (state_.kv().PopN(sample->sequence_id, sample->computed - end).ok()) sample->computed = end;
+}
+
 void PrefillTraffic::Hold(const Request& request, std::span<const int32_t> prompt) noexcept {
-  if (!request.options.held_for_peer || !request.space.is_exact()) return;
-  if (server_ == nullptr || server_->is_ending()) return;
+  if (!IsHeld(request)) return;
+  if (state_.is_recurrent()) {
+    prompt = prompt.first(static_cast<size_t>(std::max<int64_t>(0, request.HeldEnd())));
+  }
   prefix_cache_.AddLease(prompt, request.space, MomentAfter(clock_.SteadyNs(), lease_ns_));
 }
 

@@ -5,15 +5,19 @@
 // has a sequence, that is marked: each forward's rows go to the peer's connection. A prompt that is
 // preempted goes on later at the row that the peer has not got.
 //
-// Rows that no peer has taken yet hold `sending_bytes` at most: a connection takes a quarter, and
-// what a step's forward may add is granted to prompts in their order, before it is planned.
+// Rows and states of recurrent layers that no peer has taken yet hold `sending_bytes` at most: a
+// connection takes a quarter, and what a step's forward may add is granted to prompts in their
+// order, before it is planned. A state goes in one piece: where it is larger than that, a
+// connection takes as much as the state has.
 //
 // What the engine does not compute, the peer is told of; a peer that is gone, or wants it no more,
 // ends the request before the next step. A prompt whose peer takes bytes slowly is in no forward
 // until there is room for its rows, so that nobody waits for them.
 //
 // A prompt of Submit that a peer is about to ask for has a lease in the prefix cache. It ends when
-// all was sent, in time, when pages are short, or when no peer can ask any more.
+// all was sent, in time, when pages are short, or when no peer can ask any more. A peer may have
+// asked before: then it ends at once. Sequences with recurrent layers can be gone on from at their
+// end alone, so that one ends where the peer's job goes on.
 //
 // Threads: PrefillBell is rung by the connections' threads, and asked by the loop's. All else is
 // called on the engine's thread.
@@ -23,6 +27,7 @@
 #ifndef QUIRE_ENGINE_TRAFFIC_PREFILL_TRAFFIC_H_
 #define QUIRE_ENGINE_TRAFFIC_PREFILL_TRAFFIC_H_
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -71,9 +76,15 @@ class PrefillTraffic {
     PrefixCache* prefix_cache;
     Clock* clock;  // of the prefix cache
     int64_t bytes_per_token;
+    StateSizes states;
     int64_t sending_bytes;  // EngineOptions::sending_bytes
     int64_t prefill_chunk;
   };
+  // What is on its way to peers holds that at most, `option` being EngineOptions::sending_bytes and
+  // not 0.
+  static int64_t SendingBytesOf(int64_t option, const StateSizes& states) {
+    return std::max(option, states.largest);
+  }
   explicit PrefillTraffic(const Parts& parts)
       : state_(parts.state),
         requests_(*parts.requests),
@@ -81,8 +92,10 @@ class PrefillTraffic {
         prefix_cache_(*parts.prefix_cache),
         clock_(*parts.clock),
         bytes_per_token_(parts.bytes_per_token),
-        sending_bytes_(parts.sending_bytes > 0 ? parts.sending_bytes
-                                               : EngineOptions::kSendingBytesDefault),
+        states_(parts.states),
+        sending_bytes_(SendingBytesOf(
+            parts.sending_bytes > 0 ? parts.sending_bytes : EngineOptions::kSendingBytesDefault,
+            states_)),
         prefill_chunk_(parts.prefill_chunk) {}
   PrefillTraffic(const PrefillTraffic&) = delete;
   PrefillTraffic& operator=(const PrefillTraffic&) = delete;
@@ -127,6 +140,9 @@ class PrefillTraffic {
   void NoteEnd(Request* request) noexcept;
   void NoteFailure(Request* request, const std::string& why) noexcept;
 
+  // The sequence of a request that ends is about to be retained: where it is held for a peer, it is
+  // cut to what the peer's job can go on from.
+  void CutHeld(const Request& request, Sample* sample) const noexcept;
   // The prompt of a request that has ended is retained: a peer may be about to ask for it.
   void Hold(const Request& request, std::span<const int32_t> prompt) noexcept;
 
@@ -138,8 +154,9 @@ class PrefillTraffic {
   // peer that goes may leave many.
   std::vector<Request*> FindBroken() const;
   bool WaitsForRoom() const;
-  // Bytes of the rows of the request's next forward, as far as its connection takes them at a time.
-  // 0: none are sent.
+  bool IsHeld(const Request& request) const;
+  // Bytes of the rows and states of the request's next forward, as far as its connection takes them
+  // at a time. 0: none are sent.
   int64_t WantedBytes(const Request& request) const;
   // The engine does not compute it, or not to its end.
   void Refuse(PrefillJob* job, const Status& why) noexcept;
@@ -155,6 +172,7 @@ class PrefillTraffic {
   PrefixCache& prefix_cache_;
   Clock& clock_;
   const int64_t bytes_per_token_;
+  const StateSizes states_;
   const int64_t sending_bytes_;
   const int64_t prefill_chunk_;
   int64_t room_left_ = 0;  // of sending_bytes_, for the forward that is planned
