@@ -421,11 +421,6 @@ Status PeerConnection::SendStatus(uint64_t epoch) const {
   return CheckSendLocked(epoch);
 }
 
-int64_t PeerConnection::window_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return window_bytes_;
-}
-
 int64_t PeerConnection::send_room() const {
   const std::lock_guard lock(mutex_);
   return window_left_;
@@ -452,7 +447,11 @@ Status PeerConnection::OnLayerAppended(int64_t layer, std::span<const SendRange>
 
 Status PeerConnection::SendRows(int64_t layer, const SendRange& range) {
   const int64_t row_bytes = RowBytes(range.local, range.head_count);
-  const int64_t part_bytes = std::min(kPartBytes, window_bytes());
+  int64_t part_bytes = kPartBytes;
+  {
+    const std::lock_guard lock(mutex_);
+    part_bytes = std::min(part_bytes, window_bytes_);
+  }
   const int64_t rows_max = std::max<int64_t>(1, part_bytes / std::max<int64_t>(1, row_bytes));
   for (int64_t first = 0, count = 0; first < range.count; first += count) {
     count = RowsOfPart(range.first_row + first, range.count - first, rows_max);

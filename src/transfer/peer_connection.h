@@ -119,7 +119,6 @@ class PeerConnection final : public TransferPeer,
   // Waits until the window takes them.
   Status TakeWindow(uint64_t epoch, int64_t bytes);
   void GiveWindow(int64_t bytes);
-  int64_t window_bytes() const;
   Status CheckSendLocked(uint64_t epoch) const;
   Status Push(uint64_t epoch, Command command);
   Status SendRecords(std::span<const SendRecord> records, bool is_aborted);

@@ -48,7 +48,7 @@ StreamBook::Entry StreamBook::Expect(const TransferSession::StreamsGranted& stre
   waiting->take = std::move(take);
   const std::lock_guard lock(mutex_);
   waiting_.push_back(waiting);
-  return Entry(shared_from_this(), waiting);
+  return Entry(weak_from_this().lock(), waiting);
 }
 
 void StreamBook::Entry::Leave() noexcept {
