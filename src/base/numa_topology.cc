@@ -98,7 +98,7 @@ std::optional<std::vector<int>> ParseIdList(std::string_view text) {
     text.remove_prefix(1);
   }
   std::ranges::sort(ids);
-  ids.erase(std::ranges::unique(ids).begin(), ids.end());
+  ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   return ids;
 }
 
