@@ -10,7 +10,7 @@
 namespace quire {
 namespace {
 
-Status Refused(const std::string& why) {
+Status RefusedStream(const std::string& why) {
   return Status(StatusCode::kRemote, "transfer: a stream " + why);
 }
 
@@ -68,12 +68,12 @@ Result<StreamBook::Claim> StreamBook::Check(const wire::TransferJoin& join,
       found != waiting_.end() &&
       EqualInConstantTime(
           join.proof, wire::JoinProof((*found)->streams.key, join.connection, join.stream, hello));
-  if (!is_proven) return Refused("is not one that a connection waits for");
+  if (!is_proven) return RefusedStream("is not one that a connection waits for");
   Waiting& waiting = **found;
   const std::string name = "is number " + std::to_string(join.stream) + " of " +
                            std::to_string(waiting.streams.count) + ", counted from 0";
-  if (join.stream < 1 || join.stream >= waiting.streams.count) return Refused(name);
-  if (waiting.is_claimed[join.stream]) return Refused(name + ", and that one has joined");
+  if (join.stream < 1 || join.stream >= waiting.streams.count) return RefusedStream(name);
+  if (waiting.is_claimed[join.stream]) return RefusedStream(name + ", and that one has joined");
   waiting.is_claimed[join.stream] = true;
   return Claim(*found, join.stream);
 }

@@ -475,6 +475,8 @@ TEST(StripedConnection, ALostStreamIsALostConnection) {
         sender.join();
         EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
         EXPECT_FALSE(pair.from->NextRequest(*MachineTime(), Soon()).ok());
+        // Returns when the connection's thread has let go of what it was about to store.
+        ASSERT_TRUE(pair.to->SetReceiver(nullptr).ok());
         pair.receiver.CheckPages();
         EXPECT_EQ(pair.receiver.staging().held, 0);
       }
