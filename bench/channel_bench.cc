@@ -58,7 +58,7 @@ std::unique_ptr<BenchCase> MakeChannelCase(const JsonValue& request) {
   }
   const std::string way = Require(request.GetString("way"));
   if (way == "copy") return std::make_unique<BlockCopyCase>(bytes, part_bytes);
-  const int64_t streams = Require(request.GetInt("streams", 1));
+  const int64_t streams = Require(request.GetIntOr("streams", 1, 1, 16));
   return std::make_unique<ChannelCase>(way, bytes, part_bytes, streams);
 }
 

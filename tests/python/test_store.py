@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -59,7 +60,8 @@ def test_folder_and_redis_have_the_time_of_the_engine(
 
     monkeypatch.setattr("quire.engine.ChunkStore", make_store)
     for seconds, milliseconds in ((7.5, 7500), (1e-4, 1)):
-        open_engine(tiny, kv_dir=tmp_path / "kv", kv_io_timeout=seconds).close()
+        with contextlib.suppress(quire.TimeoutError):  # a disk may need more than 1 ms
+            open_engine(tiny, kv_dir=tmp_path / "kv", kv_io_timeout=seconds).close()
         options = given.pop()
         assert options["disk_timeout_ms"] == options["redis_timeout_ms"] == milliseconds
     for seconds in (0, -1, float("nan"), 86401):
