@@ -247,7 +247,7 @@ TEST(MemoryPlan, SendingMemoryHoldsTheLargestState) {
   int64_t largest = 0;
   const auto engine = Engine::Create(options).value();
   const std::vector<StateTensor> tensors =
-      StateTensorsOf(*static_cast<const EngineImpl&>(*engine).recurrent()).value();
+      StateTensorsOf(*static_cast<const EngineImpl&>(*engine).caches().recurrent()).value();
   for (const StateTensor& tensor : tensors) {
     largest = std::max(largest, TensorView(nullptr, tensor.dtype, tensor.shape).element_count() *
                                     DTypeBytes(tensor.dtype));
