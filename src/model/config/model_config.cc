@@ -400,20 +400,21 @@ Status ReadSpecialTokens(const JsonValue& json, ModelConfig& config) {
 Result<nlohmann::json> TextFields(const JsonValue& json, const Architecture& architecture) {
   if (architecture.text_config.empty()) return json.json();
   QUIRE_ASSIGN_OR_RETURN(const JsonValue text, json.Get(architecture.text_config));
-  if (!text.json().is_object()) {
+  const auto* const own = text.json().get_ptr<const nlohmann::json::object_t*>();
+  if (own == nullptr) {
     return Status(StatusCode::kBadArgument, text.path() + ": expected an object");
   }
-  nlohmann::json fields = {{"vocab_size", 262'208},
-                           {"hidden_size", 2304},
-                           {"intermediate_size", 9216},
-                           {"num_hidden_layers", 26},
-                           {"num_attention_heads", 8},
-                           {"num_key_value_heads", 4},
-                           {"max_position_embeddings", 131'072},
-                           {"eos_token_id", 1},
-                           {"bos_token_id", 2}};
-  fields.update(text.json());
-  return fields;
+  nlohmann::json::object_t fields = *own;
+  fields.insert({{"vocab_size", 262'208},
+                 {"hidden_size", 2304},
+                 {"intermediate_size", 9216},
+                 {"num_hidden_layers", 26},
+                 {"num_attention_heads", 8},
+                 {"num_key_value_heads", 4},
+                 {"max_position_embeddings", 131'072},
+                 {"eos_token_id", 1},
+                 {"bos_token_id", 2}});
+  return nlohmann::json(std::move(fields));
 }
 
 // What holds for the whole of a model of texts and images stands outside of its text model's
