@@ -37,8 +37,6 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kMinuteNs = 60 * kTestSecondNs;  // for what must come; nothing waits so long
-
 // What happens where a connection's bytes move.
 struct ChannelHooks {
   using Places = std::span<const std::span<std::byte>>;
@@ -128,24 +126,9 @@ struct ConnectionPair {
     EXPECT_EQ(request->map.slots, map.slots);
     return map.epoch;
   }
-  // A forward's rows of all layers, and its end. The first layer's stay where they are, the other's
-  // are for the call alone.
   Status Send(uint64_t epoch, int64_t first, int64_t count, int64_t first_head = 0,
               int64_t head_count = kTestHeads) {
-    for (int64_t layer = 0; layer < kTestLayers; ++layer) {
-      const auto rows = std::make_shared<TestRows>(RowsOfLayer(layer, first + count));
-      SendRange range;
-      range.epoch = epoch;
-      range.first_row = first;
-      range.count = count;
-      range.local = rows->View(first, count);
-      if (layer == 0) range.memory = rows;
-      range.local_head = range.remote_head = first_head;
-      range.head_count = head_count;
-      QUIRE_RETURN_IF_ERROR(from->OnLayerAppended(layer, std::span(&range, 1)));
-    }
-    const SendRecord record{.epoch = epoch, .first_row = first, .count = count};
-    return from->OnForwardEnded(std::span(&record, 1));
+    return SendRows(from.get(), epoch, first, count, first_head, head_count);
   }
 
   // Holds up the first read of `rows` rows, before they are hashed, and changes a bit then.

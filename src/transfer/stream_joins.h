@@ -53,16 +53,16 @@ class StreamJoin final : private FrameReader::Handler {
 
 // The connections of a listener that wait for streams. From any thread.
 class StreamBook : public std::enable_shared_from_this<StreamBook> {
+  using Take = std::function<void(uint16_t stream, std::unique_ptr<ByteChannel>)>;
+
   struct Waiting {
     TransferSession::StreamsGranted streams;
-    std::function<void(uint16_t stream, std::unique_ptr<ByteChannel>)> take;
+    Take take;
     std::bitset<wire::kStreamsMax> is_claimed{};
     std::atomic<size_t> claims_ended = 0;
   };
 
  public:
-  using Take = std::function<void(uint16_t stream, std::unique_ptr<ByteChannel>)>;
-
   // As long as it lives, streams may join. It may be empty.
   class Entry {
    public:

@@ -29,28 +29,17 @@ struct Ends {
 // Both ends of `count` streams. buffer: of each socket, in bytes; 0: as the system has it. Each
 // stream delays 1 of `delay` writes.
 std::pair<Ends, Ends> MakeEnds(size_t count, int buffer = 0, int64_t delay = 0) {
-  std::vector<std::unique_ptr<ByteChannel>> streams[2];
+  StreamPairs made =
+      MakeStreams(count, buffer, [delay](std::unique_ptr<ByteChannel> stream, size_t number) {
+        if (delay == 0) return stream;
+        return std::unique_ptr<ByteChannel>(std::make_unique<FaultyChannel>(
+            std::move(stream), FaultRates{.delay = delay}, SoakSeed(number)));
+      });
   Ends ends[2];
-  for (size_t i = 0; i < count; ++i) {
-    auto [first, second] = SocketPair();
-    Socket* const sockets[] = {&first, &second};
-    for (size_t side = 0; side < 2; ++side) {
-      const int fd = sockets[side]->fd();
-      if (buffer > 0) {
-        EXPECT_EQ(::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof(buffer)), 0);
-        EXPECT_EQ(::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof(buffer)), 0);
-      }
-      ends[side].fds.push_back(fd);
-      auto stream = StreamChannel(std::move(*sockets[side]));
-      if (delay > 0) {
-        stream = std::make_unique<FaultyChannel>(std::move(stream), FaultRates{.delay = delay},
-                                                 SoakSeed(2 * i + side));
-      }
-      streams[side].push_back(std::move(stream));
-    }
+  for (size_t side = 0; side < 2; ++side) {
+    ends[side] = {.channel = std::make_unique<StripedChannel>(std::move(made.streams[side])),
+                  .fds = std::move(made.fds[side])};
   }
-  for (size_t side = 0; side < 2; ++side)
-    ends[side].channel = std::make_unique<StripedChannel>(std::move(streams[side]));
   return {std::move(ends[0]), std::move(ends[1])};
 }
 

@@ -6,11 +6,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -20,13 +17,12 @@
 #include "transfer/peer_connection.h"
 #include "transfer/stream_joins.h"
 #include "transfer/testing/faulty_channel.h"
+#include "transfer/testing/listening.h"
 #include "transfer/testing/test_channels.h"
 #include "transfer/testing/test_session.h"
 
 namespace quire {
 namespace {
-
-constexpr int64_t kMinuteNs = 60 * kTestSecondNs;  // for what must come; nothing waits so long
 
 int64_t Soon() { return MachineTime()->SteadyNs() + kMinuteNs; }
 
@@ -46,23 +42,6 @@ TransferSession::Options SideOptions(bool is_connector, int64_t streams) {
   options.dead_after_ns = kMinuteNs;
   options.streams = streams;
   return options;
-}
-
-// A forward's rows of all layers, and its end.
-Status SendRows(TransferPeer* from, uint64_t epoch, int64_t first, int64_t count) {
-  for (int64_t layer = 0; layer < kTestLayers; ++layer) {
-    const auto rows = std::make_shared<TestRows>(RowsOfLayer(layer, first + count));
-    SendRange range;
-    range.epoch = epoch;
-    range.first_row = first;
-    range.count = count;
-    range.local = rows->View(first, count);
-    range.memory = rows;
-    range.head_count = kTestHeads;
-    QUIRE_RETURN_IF_ERROR(from->OnLayerAppended(layer, std::span(&range, 1)));
-  }
-  const SendRecord record{.epoch = epoch, .first_row = first, .count = count};
-  return from->OnForwardEnded(std::span(&record, 1));
 }
 
 // `rows` rows from one end to the other. The receiver stays set.
@@ -85,56 +64,10 @@ void ExpectRowsMove(TransferPeer* from, TransferPeer* to, int64_t rows = 5000) {
   EXPECT_TRUE(to->SetReceiver(nullptr).ok());
 }
 
-void ExpectSays(const Status& status, StatusCode code, const std::string& why) {
-  EXPECT_EQ(status.code(), code) << status.ToString();
-  EXPECT_NE(status.message().find(why), std::string_view::npos) << status.ToString();
-}
-
-// A listener on a port of its own, with the refusals that it tells.
-class Listening {
- public:
-  explicit Listening(const TransferPeerOptions& options, int64_t peers_max = 64) {
-    TransferListenerOptions all{.peer = options, .peers_max = peers_max};
-    all.on_refused = [this](const Status& why) {
-      const std::lock_guard lock(mutex_);
-      refusals_.push_back(why);
-      changed_.notify_all();
-    };
-    listener = TransferListener::Start(all).value();
-  }
-  std::shared_ptr<TransferPeer> Accept() const {
-    return listener->Accept(*MachineTime(), Soon()).value().value_or(nullptr);
-  }
-  // The oldest refusal that was not returned.
-  Status Refusal() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return !refusals_.empty(); });
-    const Status refusal = refusals_.front();
-    refusals_.pop_front();
-    return refusal;
-  }
-  // A socket to its port that nothing was said on.
-  Socket Connect() const {
-    Socket socket = Socket::Connect(Endpoint::Parse(listener->endpoint()).value()).value();
-    PollEntry entry{.fd = socket.fd(), .wants_write = true};
-    PollSockets(std::span(&entry, 1), kMinuteNs);
-    EXPECT_TRUE(socket.ConnectError().ok());
-    return socket;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Status> refusals_;
-
- public:
-  std::unique_ptr<TransferListener> listener;  // its thread uses what stands before
-};
-
 TEST(StripedConnection, RowsGoBothWaysOverAnyNumberOfStreams) {
   for (const char* secret : {"", "a secret"}) {
     // The places of a listener are for connections, whatever the number of their streams.
-    const Listening listening(PatientOptions(1, secret), /*peers_max=*/1);
+    const Listening listening(PatientOptions(1, secret), "127.0.0.1:0", /*peers_max=*/1);
     for (const int64_t streams : {1, 2, 3, 8, 16}) {
       SCOPED_TRACE(streams);
       const auto here =
@@ -180,7 +113,7 @@ TEST(StripedConnection, AnOlderPeerHasOne) {
   TransferSession::Options old = SideOptions(true, 4);
   old.version = 2;
   const auto here =
-      PeerConnection::Start(StreamChannel(listening.Connect()), "test", old, nullptr).value();
+      PeerConnection::Start(StreamChannel(listening.Stranger()), "test", old, nullptr).value();
   ASSERT_TRUE(here->WaitOpen(Soon()).ok()) << here->status().ToString();
   const std::shared_ptr<TransferPeer> there = listening.Accept();
   ASSERT_NE(there, nullptr);
@@ -255,7 +188,7 @@ constexpr const char* kNobodyWaits = "not one that a connection waits for";
 
 TEST(StripedConnection, NoStrangerBringsAStream) {
   Listening listening(PatientOptions(1));
-  HandConnector known(listening.Connect());
+  HandConnector known(listening.Stranger());
   known.CarryUntil([&] { return known.side.granted.has_value(); });
   const TransferSession::StreamsGranted granted = *known.side.granted;
   EXPECT_EQ(granted.count, 3);
@@ -263,7 +196,7 @@ TEST(StripedConnection, NoStrangerBringsAStream) {
   wrong.key[0] = static_cast<char>(wrong.key[0] ^ 1);
   std::vector<Socket> sockets;
   const auto join = [&](const TransferSession::StreamsGranted& as, uint16_t stream) {
-    sockets.push_back(listening.Connect());
+    sockets.push_back(listening.Stranger());
     Join(sockets.back(), as, stream);
   };
   join(wrong, 1);
@@ -277,7 +210,7 @@ TEST(StripedConnection, NoStrangerBringsAStream) {
   join(granted, 3);
   ExpectSays(listening.Refusal(), StatusCode::kRemote, "number 3 of 3");
   join(granted, 2);
-  HandConnector another(listening.Connect());
+  HandConnector another(listening.Stranger());
   another.CarryUntil([&] { return another.side.granted.has_value(); });
   wrong = *another.side.granted;
   wrong.connection = granted.connection;
@@ -296,12 +229,12 @@ TEST(StripedConnection, NoStrangerBringsAStream) {
 // The second one of a number: which of two is the first, the listener decides.
 TEST(StripedConnection, AStreamJoinsOnce) {
   Listening listening(PatientOptions(1));
-  HandConnector known(listening.Connect());
+  HandConnector known(listening.Stranger());
   known.CarryUntil([&] { return known.side.granted.has_value(); });
-  const Socket sockets[] = {listening.Connect(), listening.Connect()};
+  const Socket sockets[] = {listening.Stranger(), listening.Stranger()};
   for (const Socket& socket : sockets) Join(socket, *known.side.granted, 1);
   ExpectSays(listening.Refusal(), StatusCode::kRemote, "has joined");
-  const Socket last = listening.Connect();
+  const Socket last = listening.Stranger();
   Join(last, *known.side.granted, 2);
   EXPECT_NE(listening.Accept(), nullptr);
 }
@@ -313,7 +246,7 @@ TEST(StripedConnection, APeerThatBringsNoStreamsIsRefusedInTime) {
   Status refusal;
   // Where the machine is slow, the opening itself takes the time: then it is tried again.
   while (refusal.message().find("not all streams") == std::string_view::npos) {
-    HandConnector known(listening.Connect());
+    HandConnector known(listening.Stranger());
     known.CarryUntil([&] { return known.side.granted || !known.side.session.status().ok(); });
     refusal = listening.Refusal();
     EXPECT_EQ(refusal.code(), StatusCode::kTimeout) << refusal.ToString();
@@ -322,10 +255,10 @@ TEST(StripedConnection, APeerThatBringsNoStreamsIsRefusedInTime) {
 
 // Each has its few moments; the connection that waits for its streams keeps its place.
 TEST(StripedConnection, StrangersKeepNoStreamOut) {
-  const Listening listening(PatientOptions(1), /*peers_max=*/2);
+  const Listening listening(PatientOptions(1), "127.0.0.1:0", /*peers_max=*/2);
   std::vector<Socket> strangers;
   for (int round = 0; round < 2; ++round) {
-    for (int i = 0; i < 12; ++i) strangers.push_back(listening.Connect());
+    for (int i = 0; i < 12; ++i) strangers.push_back(listening.Stranger());
     const auto peer = TransferPeer::Connect(listening.listener->endpoint(), PatientOptions(4));
     ASSERT_TRUE(peer.ok()) << peer.status().ToString();
     EXPECT_EQ((*peer)->stats().streams, 4);
@@ -382,29 +315,12 @@ TEST(StripedConnection, AListenerThatClosesAStreamIsAnErrorWithItsName) {
   EXPECT_FALSE(there->NextRequest(*MachineTime(), Soon()).ok());
 }
 
-// ---- Both ends in the test's hands: any channels as streams
+// ---- Both ends in the test's hands, the connecting side first: any channels as streams
 
-struct StripedPair {
-  using Wrap = std::function<std::unique_ptr<ByteChannel>(std::unique_ptr<ByteChannel>, size_t)>;
-
-  // buffer: of each socket, in bytes; 0: as the system has it.
-  explicit StripedPair(uint16_t count, int buffer = 0, const Wrap& wrap = {},
-                       int64_t dead_after_ns = kMinuteNs) {
-    for (size_t i = 0; i < count; ++i) {
-      auto [first, second] = SocketPair();
-      Socket* const sockets[] = {&first, &second};
-      for (size_t side = 0; side < 2; ++side) {
-        const int fd = sockets[side]->fd();
-        if (buffer > 0) {
-          EXPECT_EQ(::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof(buffer)), 0);
-          EXPECT_EQ(::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof(buffer)), 0);
-        }
-        auto stream = StreamChannel(std::move(*sockets[side]));
-        if (wrap) stream = wrap(std::move(stream), 2 * i + side);
-        fds[side].push_back(fd);
-        streams[side].push_back(std::move(stream));
-      }
-    }
+struct StripedPair : StreamPairs {
+  explicit StripedPair(uint16_t count, int buffer = 0, const StreamWrap& wrap = {},
+                       int64_t dead_after_ns = kMinuteNs)
+      : StreamPairs(MakeStreams(count, buffer, wrap)) {
     std::shared_ptr<PeerConnection>* const ends[] = {&to, &from};
     for (size_t side = 0; side < 2; ++side) {
       TransferSession::Options options = SideOptions(side == 0, count);
@@ -432,8 +348,6 @@ struct StripedPair {
   Status Move(int64_t rows) { return MoveRows(from.get(), to.get(), &receiver, rows); }
 
   TestReceiver receiver;
-  std::vector<int> fds[2];  // of the connecting side first
-  std::vector<std::unique_ptr<ByteChannel>> streams[2];
   std::shared_ptr<PeerConnection> to;
   std::shared_ptr<PeerConnection> from;
 };

@@ -1,10 +1,7 @@
 // Connections over TLS: listener and peer, their certificates, and others that come to the port.
 #include <gtest/gtest.h>
 
-#include <condition_variable>
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,12 +9,11 @@
 #include "base/testing/soak.h"
 #include "net/testing/test_certificates.h"
 #include "transfer/peer_connection.h"
+#include "transfer/testing/listening.h"
 #include "transfer/testing/test_session.h"
 
 namespace quire {
 namespace {
-
-constexpr int64_t kMinuteNs = 60 * kTestSecondNs;  // for what must come; nothing waits so long
 
 const TestCertificates& Certificates() {
   static const TestCertificates certificates;
@@ -52,63 +48,12 @@ TransferPeerOptions PeerTls() {
   return options;
 }
 
-// A listener on a port of its own, with the refusals that it tells.
-class Listening {
- public:
-  explicit Listening(const TransferPeerOptions& options, std::string endpoint = "127.0.0.1:0") {
-    TransferListenerOptions all{.endpoint = std::move(endpoint), .peer = options};
-    all.on_refused = [this](const Status& why) {
-      const std::lock_guard lock(mutex_);
-      refusals_.push_back(why);
-      changed_.notify_all();
-    };
-    listener = TransferListener::Start(all).value();
-  }
-  Result<std::shared_ptr<TransferPeer>> Connect(const TransferPeerOptions& options) const {
-    return TransferPeer::Connect(listener->endpoint(), options);
-  }
-  std::shared_ptr<TransferPeer> Accept() const {
-    return listener->Accept(*clock, clock->SteadyNs() + kMinuteNs).value().value_or(nullptr);
-  }
-  // The oldest refusal that was not returned.
-  Status Refusal() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return !refusals_.empty(); });
-    const Status refusal = refusals_.front();
-    refusals_.pop_front();
-    return refusal;
-  }
-  // A socket to its port that nothing was said on.
-  Socket Stranger() const {
-    Socket socket = Socket::Connect(Endpoint::Parse(listener->endpoint()).value()).value();
-    PollEntry entry{.fd = socket.fd(), .wants_write = true};
-    PollSockets(std::span(&entry, 1), kMinuteNs);
-    EXPECT_TRUE(socket.ConnectError().ok());
-    return socket;
-  }
-
-  const std::shared_ptr<Clock> clock = MachineTime();
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Status> refusals_;
-
- public:
-  std::unique_ptr<TransferListener> listener;  // its thread uses what stands before
-};
-
 class TlsChannelTest : public testing::Test {
  protected:
   void SetUp() override {
     if (!HaveOpenssl()) GTEST_SKIP() << "openssl is not installed; tools/setup.sh does it";
   }
 };
-
-void ExpectSays(const Status& status, StatusCode code, const std::string& why) {
-  EXPECT_EQ(status.code(), code) << status.ToString();
-  EXPECT_NE(status.message().find(why), std::string_view::npos) << status.ToString();
-}
 
 // Rows of all layers through a window of a few of them; and a salt, without a secret.
 TEST_F(TlsChannelTest, RowsAndSaltsArrive) {

@@ -23,11 +23,6 @@
 namespace quire {
 namespace {
 
-void ExpectSays(const Status& status, StatusCode code, const std::string& text) {
-  EXPECT_EQ(status.code(), code) << status.ToString();
-  EXPECT_NE(status.message().find(text), std::string::npos) << status.ToString();
-}
-
 TransferPeerOptions UcxPeerOptions(std::string secret = "") {
   return {.secret = std::move(secret),
           .passport = TestPassport(),

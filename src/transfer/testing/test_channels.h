@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -38,6 +39,36 @@ inline std::pair<Socket, Socket> SocketPair() {
   int fds[2];
   EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds), 0);
   return {Socket(fds[0]), Socket(fds[1])};
+}
+
+// Both ends of some streams.
+struct StreamPairs {
+  std::vector<std::unique_ptr<ByteChannel>> streams[2];
+  std::vector<int> fds[2];
+};
+// What a stream becomes; its number is twice that of the stream, and one more for the second end.
+using StreamWrap =
+    std::function<std::unique_ptr<ByteChannel>(std::unique_ptr<ByteChannel>, size_t)>;
+
+// buffer: of each socket, in bytes; 0: as the system has it.
+inline StreamPairs MakeStreams(size_t count, int buffer = 0, const StreamWrap& wrap = {}) {
+  StreamPairs made;
+  for (size_t i = 0; i < count; ++i) {
+    auto [first, second] = SocketPair();
+    Socket* const sockets[] = {&first, &second};
+    for (size_t side = 0; side < 2; ++side) {
+      const int fd = sockets[side]->fd();
+      if (buffer > 0) {
+        EXPECT_EQ(::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer, sizeof(buffer)), 0);
+        EXPECT_EQ(::setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer, sizeof(buffer)), 0);
+      }
+      auto stream = StreamChannel(std::move(*sockets[side]));
+      if (wrap) stream = wrap(std::move(stream), 2 * i + side);
+      made.fds[side].push_back(fd);
+      made.streams[side].push_back(std::move(stream));
+    }
+  }
+  return made;
 }
 
 inline std::vector<PollEntry> EntriesOf(const ByteChannel::Wait& wait) {

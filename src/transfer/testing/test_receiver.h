@@ -58,6 +58,26 @@ inline TestRows RowsOfLayer(int64_t layer, int64_t rows) {
   return made;
 }
 
+// A forward's rows of all layers, and its end. The first layer's stay where they are, the other's
+// are for the call alone.
+inline Status SendRows(LayerSink* to, uint64_t epoch, int64_t first, int64_t count,
+                       int64_t first_head = 0, int64_t head_count = kTestHeads) {
+  for (int64_t layer = 0; layer < kTestLayers; ++layer) {
+    const auto rows = std::make_shared<TestRows>(RowsOfLayer(layer, first + count));
+    SendRange range;
+    range.epoch = epoch;
+    range.first_row = first;
+    range.count = count;
+    range.local = rows->View(first, count);
+    if (layer == 0) range.memory = rows;
+    range.local_head = range.remote_head = first_head;
+    range.head_count = head_count;
+    QUIRE_RETURN_IF_ERROR(to->OnLayerAppended(layer, std::span(&range, 1)));
+  }
+  const SendRecord record{.epoch = epoch, .first_row = first, .count = count};
+  return to->OnForwardEnded(std::span(&record, 1));
+}
+
 // Calls of KVTransfer and CheckPages from any thread; the others while nothing arrives.
 class TestReceiver final : public ChannelReceiver {
  public:

@@ -3,12 +3,15 @@
 #ifndef QUIRE_TRANSFER_TESTING_TEST_SESSION_H_
 #define QUIRE_TRANSFER_TESTING_TEST_SESSION_H_
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/clock.h"
@@ -20,6 +23,13 @@
 namespace quire {
 
 inline constexpr int64_t kTestSecondNs = 1'000'000'000;
+// For what must come; nothing waits so long.
+inline constexpr int64_t kMinuteNs = 60 * kTestSecondNs;
+
+inline void ExpectSays(const Status& status, StatusCode code, const std::string& why) {
+  EXPECT_EQ(status.code(), code) << status.ToString();
+  EXPECT_NE(status.message().find(why), std::string_view::npos) << status.ToString();
+}
 
 inline Passport TestPassport() {
   PassportLayer layer;
