@@ -70,14 +70,20 @@ std::vector<ControlGroup> ControlGroupsOf(std::string_view controller,
   return groups;
 }
 
-int UsableCores(const ControlGroupPaths& paths) {
+std::vector<int> UsableCpus() {
   cpu_set_t mask;
-  int cores = 0;
-  if (sched_getaffinity(0, sizeof(mask), &mask) == 0) {
-    cores = CPU_COUNT(&mask);
-  } else {
-    cores = static_cast<int>(std::thread::hardware_concurrency());  // more than CPU_SETSIZE cores
+  CPU_ZERO(&mask);
+  std::vector<int> cpus;
+  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) return cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &mask)) cpus.push_back(cpu);
   }
+  return cpus;
+}
+
+int UsableCores(const ControlGroupPaths& paths) {
+  int cores = static_cast<int>(UsableCpus().size());
+  if (cores == 0) cores = static_cast<int>(std::thread::hardware_concurrency());
   cores = std::max(cores, 1);
   for (const ControlGroup& group : ControlGroupsOf("cpu", paths)) {
     const int64_t quota = QuotaCores(group);

@@ -24,6 +24,9 @@ struct ControlGroup {
 std::vector<ControlGroup> ControlGroupsOf(std::string_view controller,
                                           const ControlGroupPaths& paths = {});
 
+// The CPUs that this process may run on, ascending; none if there are more than CPU_SETSIZE.
+std::vector<int> UsableCpus();
+
 // Cores that this process may use: those of its affinity mask, and no more than the CPU quotas of
 // its control groups, rounded up. At least 1.
 int UsableCores(const ControlGroupPaths& paths = {});

@@ -1,7 +1,5 @@
 #include "base/numa_topology.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <charconv>
 #include <fstream>
@@ -100,17 +98,6 @@ std::optional<std::vector<int>> ParseIdList(std::string_view text) {
   std::ranges::sort(ids);
   ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
   return ids;
-}
-
-std::vector<int> UsableCpus() {
-  cpu_set_t mask;
-  CPU_ZERO(&mask);
-  std::vector<int> cpus;
-  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) return cpus;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (CPU_ISSET(cpu, &mask)) cpus.push_back(cpu);
-  }
-  return cpus;
 }
 
 NumaTopology ReadNumaTopology(std::span<const int> usable_cpus, const NumaPaths& paths) {

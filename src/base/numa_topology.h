@@ -1,5 +1,5 @@
 // The NUMA nodes of the machine that this process may use, and how they divide threads, tasks and
-// memory. Pure but for ReadNumaTopology and UsableCpus.
+// memory. Pure but for ReadNumaTopology.
 #ifndef QUIRE_BASE_NUMA_TOPOLOGY_H_
 #define QUIRE_BASE_NUMA_TOPOLOGY_H_
 
@@ -38,9 +38,6 @@ struct NumaTopology {
 // A list as the kernel writes them, "0-3,8": ascending. Nothing: it is none, or has a number over
 // 1023.
 std::optional<std::vector<int>> ParseIdList(std::string_view text);
-
-// The CPUs that this process may run on, ascending.
-std::vector<int> UsableCpus();
 
 NumaTopology ReadNumaTopology(std::span<const int> usable_cpus, const NumaPaths& paths = {});
 

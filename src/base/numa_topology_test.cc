@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "base/control_groups.h"
+
 namespace quire {
 namespace {
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/control_groups.h"
 #include "base/guard.h"
 #include "base/numa_nodes.h"
 #include "base/thread_pool.h"

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/control_groups.h"
 #include "base/numa_nodes.h"
 #include "base/thread_pool.h"
 #include "model/testing/test_model.h"

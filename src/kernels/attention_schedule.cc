@@ -252,6 +252,7 @@ void AttentionSchedule::DivideHeads() noexcept {
     }
     if (IsBalanced(CeilDiv(items, worker_count_), items, worker_count_)) break;
   }
+  if (divisor == 1) return;
   int64_t to = 0;
   for (int64_t i = 0; i < unit_count_; ++i) to += HeadRanges(units_[i], divisor);
   const int64_t count = to;
