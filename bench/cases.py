@@ -1247,18 +1247,13 @@ def _channel_case(part_kib: int, mib: int, *, quick: bool) -> Case:
 def _streams_case(part_kib: int, mib: int, *, quick: bool) -> Case:
     """The same over TCP alone, in several streams."""
     one = _channel_case(part_kib, mib, quick=quick)
-    request = {
-        "kind": "channel",
-        "bytes": mib << 20,
-        "message_bytes": part_kib << 10,
-        "way": "tcp",
-    }
+    (tcp,) = (side.request for side in one.sides if side.name == "TCP")
     counts = {"Quire": 4, "1 stream": 1, "2 streams": 2, "8 streams": 8}
     return dataclasses.replace(
         one,
         name=f"{one.name}/streams",
         sides=tuple(
-            Side(name, "quire", request | {"streams": count}) for name, count in counts.items()
+            Side(name, "quire", tcp | {"streams": count}) for name, count in counts.items()
         ),
         metrics=(Metric(unit="GB/s", bytes=mib << 20),),
     )

@@ -48,6 +48,19 @@ def process(
     )
 
 
+def run_source(source: str, *arguments: str, timeout: float = 300) -> None:
+    """Runs Python's source in a process of its own, such as one that forks: it must end well."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", source, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 def free_port() -> int:
     """For a program that is told its port: below those that the system gives to connections and to
     whoever asks for any, so that nobody takes it before the program does."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import quire
+from program import run_source
 from quire import _ffi
 from quire._blend_verdict import BlendVerdict
 from tiny_model import TinyModel
@@ -521,6 +520,4 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 def test_the_child_of_a_fork_has_closed_objects(tmp_path: Path) -> None:
     """Their threads are the parent's: a child once crashed or waited when it ended."""
-    command = [sys.executable, "-W", "ignore", "-c", _FORKED, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_source(_FORKED, str(tmp_path))

@@ -236,6 +236,15 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, index):
     assert str(file) in str(caught.value)
 
 
+def quantize_whole_or_not_at_all(source, made):
+    try:
+        quantize_model(source, made)
+    except quire.QuireError:
+        assert not made.exists()
+    else:
+        assert made.is_dir()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_damage_is_an_error_of_ours_or_none(tmp_path, seed):
     source = folder(tmp_path / "source")
@@ -246,12 +255,7 @@ def test_random_damage_is_an_error_of_ours_or_none(tmp_path, seed):
     for _ in range(generator.randint(1, 4)):
         data[generator.randrange(8 + length)] = generator.randrange(256)
     file.write_bytes(data)
-    try:
-        quantize_model(source, tmp_path / "made")
-    except quire.QuireError:
-        assert not (tmp_path / "made").exists()
-    else:
-        assert (tmp_path / "made").is_dir()
+    quantize_whole_or_not_at_all(source, tmp_path / "made")
 
 
 def test_rows_of_no_whole_blocks_are_refused(tmp_path, monkeypatch):
@@ -413,9 +417,4 @@ def test_random_damage_of_experts_is_an_error_of_ours_or_none(tmp_path, seed):
     for _ in range(generator.randint(1, 4)):
         data[8 + generator.randrange(length)] = generator.choice(b'0123456789."[],{}ax')
     file.write_bytes(data)
-    try:
-        quantize_model(source, tmp_path / "made")
-    except quire.QuireError:
-        assert not (tmp_path / "made").exists()
-    else:
-        assert (tmp_path / "made").is_dir()
+    quantize_whole_or_not_at_all(source, tmp_path / "made")

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import random
 import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -20,6 +18,7 @@ pytest.importorskip("torch")
 
 import quire
 from fake_vllm import BLOCK, ONE_GROUP, FakeGroup
+from program import run_source
 from quire.vllm import _options, connector
 from vllm_pair import PROMPT, Pair, fake_passport
 
@@ -183,15 +182,7 @@ with fake_passports():
 
 def test_the_child_of_a_fork_has_no_store_of_its_parent(tmp_path: Path) -> None:
     """vLLM forks workers. A store of the parent counts as closed in them."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _FORKED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_source(_FORKED, str(tmp_path))
 
 
 # ---- Other versions of vLLM
