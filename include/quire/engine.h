@@ -44,8 +44,7 @@ struct Speculation {
   DraftKind draft = DraftKind::kNone;
   // The most guesses of a step, in [1, kDraftTokensMax]; fewer while few of them are right.
   int64_t draft_tokens = 8;
-  // In [1, kBranchesMax]: the number of earlier places to follow, or of the draft model's best
-  // tokens at each place.
+  // In [1, kBranchesMax]: earlier places to follow, or the draft model's best tokens at each place.
   int64_t branches = 2;
 
   static constexpr int64_t kDraftTokensMax = 255;  // nodes of a tree, but its root
@@ -60,7 +59,7 @@ struct IntegerRange {
 
 struct EngineOptions {
   std::string model_directory = {};
-  DType dtype = DType::kBF16;  // see ModelOptions
+  DType dtype = DType::kBF16, activations = DType::kI8;  // see ModelOptions
   // Types of stored keys and values; nullopt = `dtype`. Latent attention takes one for both.
   std::optional<DType> k_dtype = std::nullopt;
   std::optional<DType> v_dtype = std::nullopt;
@@ -106,6 +105,7 @@ template <typename F>
 void ForEachOption(EngineOptions& options, F&& f) {
   f("model_directory", options.model_directory);
   f("dtype", options.dtype);
+  f("activations", options.activations);
   f("k_dtype", options.k_dtype);
   f("v_dtype", options.v_dtype);
   f("threads", options.threads, IntegerRange{0, kThreadCountMax});

@@ -53,10 +53,10 @@ class SequenceStates {
   CompositeState* composite_ = nullptr;
 };
 
-// The passport of what the cache stores: `identity` has model, revision, tokenizer, adapter and
-// block_tokens; layers (attention first), RoPE and numerics are the cache's. What computes the
-// states of an RNNState, and from which initial ones, is to be part of `revision`. `long_factors`:
-// the sequence's choice (AttentionKVCache::UsesLongRope). BadArgument as Passport::ToJson.
+// The passport of what the cache stores: `identity` has model, revision, tokenizer, adapter,
+// block_tokens, and in numerics what the model adds; layers (attention first) and RoPE are the
+// cache's. What computes the states of an RNNState, from which initial ones, is part of `revision`.
+// `long_factors`: AttentionKVCache::UsesLongRope. BadArgument as Passport::ToJson.
 Result<Passport> CachePassport(const SequenceStates& states, Passport identity, bool long_factors);
 
 // The chunks of the prefix chain over `tokens`, from position 0 on, with their tokens; times,

@@ -23,6 +23,8 @@ struct ModelOptions {
   // they enter a product or the cache, sums in float32. Weights stay in the type they have on disk
   // and are widened exactly; with kBF16 float32 weights are rounded once.
   DType dtype = DType::kBF16;
+  // The type of rows that meet quantised weights: kI8 (fastest), kBF16, kF32 (docs/exactness.md).
+  DType activations = DType::kI8;
   std::string kernel_path;                 // as in AttentionKVCacheOptions
   std::shared_ptr<ParallelRunner> runner;  // null = CreateThreadPool(0)
 };
@@ -46,8 +48,7 @@ struct ModelInfo {
   // With keys and values of ModelOptions::dtype. A cache may keep them in other types: set `dtype`
   // and `v_dtype` of the layers that it is made with.
   std::vector<AttentionLayerSpec> layers;
-  // As RecurrentCacheOptions takes them, in the order of the model's layers; empty for attention
-  // alone.
+  // As RecurrentCacheOptions takes them, in the model's order; empty for attention alone.
   std::vector<RecurrentLayerSpec> recurrent_layers = {};
   RopeOptions rope;
 };
@@ -77,8 +78,7 @@ class Model {
   static Result<ModelMeasure> Measure(const std::string& directory, const ModelOptions& options,
                                       int64_t row_count, int64_t logit_row_count);
 
-  // Reads `directory`. NotFound, Corrupt, BadArgument name the file and the field; nothing stays
-  // allocated then.
+  // Reads `directory`. NotFound, Corrupt, BadArgument name file and field; nothing stays allocated.
   static Result<std::unique_ptr<Model>> Load(const std::string& directory,
                                              const ModelOptions& options);
   virtual ~Model() = default;

@@ -23,6 +23,7 @@ from quire._numbers import milliseconds
 from quire._ranges import (
     Integer,
     Number,
+    activations,
     addresses,
     cache_salt,
     kernel_path,
@@ -264,6 +265,24 @@ class EngineOptions(TypedDict, total=False):
             Flag(
                 "type of products, and of KV without --kv-dtype (default: bfloat16)",
                 choices=("bfloat16", "float32"),
+            ),
+        ),
+    ]
+    activations: Annotated[
+        Any,
+        Option(
+            "int8",
+            '"int8", "bfloat16" or "float32": of rows that meet quantised weights (GGUF, GPTQ, '
+            "AWQ, ...). int8 is the fastest; with the others answers are nearer to those of the "
+            "weights before they were quantised.",
+            Flag(
+                "type of rows that meet quantised weights: int8, bfloat16 or float32 (default: "
+                "int8)",
+                "TYPE",
+                activations,
+                more="int8 is the fastest; with bfloat16 answers are nearer to those of the "
+                "weights before they were quantised ([what it costs](models.md#activations)). No "
+                "effect on other weights, nor on FP8",
             ),
         ),
     ]

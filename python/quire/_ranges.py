@@ -15,6 +15,7 @@ from quire import errors
 from quire._key_file import read_key_file
 
 INT_MAX = 2**63 - 1
+_ACTIVATIONS = ("int8", "bfloat16", "float32")
 _KV_DTYPES = ("bfloat16", "float32", "float16", "int8", "fp8")
 
 
@@ -142,6 +143,16 @@ def kv_dtype(text: str) -> str:
             "with a comma, of keys and of values"
         )
     return text
+
+
+def activations(text: str) -> str:
+    """A type of rows that meet quantised weights."""
+    name = "bfloat16" if text == "bf16" else text
+    if name not in _ACTIVATIONS:
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)} is not a type of activations: one of {', '.join(_ACTIVATIONS)}"
+        )
+    return name
 
 
 def kernel_path(text: str) -> str:

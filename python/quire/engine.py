@@ -1730,7 +1730,8 @@ def _option_map(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             'speculate is "model" and there is no draft_model; give its folder, or take "ngram"'
         )
     mine["draft"] = speculate or ("none" if draft_model is None else "model")
-    mine["dtype"] = dtype_name(mine["dtype"])
+    for name in ("dtype", "activations"):
+        mine[name] = dtype_name(mine[name])
     mine["model_directory"] = _folder_name(folder, "model_dir")
     return _numbers.checked_fields(mine | _kv_dtypes(kv_dtype))
 

@@ -342,6 +342,7 @@ Result<Blueprint> MakeBlueprint(const EngineOptions& options, const MachineMemor
       StepLogitRowsMax(options.max_num_sequences, options.prefill_chunk, TreeNodesFor(options));
   QUIRE_ASSIGN_OR_RETURN(std::shared_ptr<ParallelRunner> shared_runner, RunnerFor(options));
   const ModelOptions model_options{.dtype = options.dtype,
+                                   .activations = options.activations,
                                    .kernel_path = options.kernel_path,
                                    .runner = std::move(shared_runner)};
   const std::shared_ptr<ParallelRunner>& runner = model_options.runner;

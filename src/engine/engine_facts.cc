@@ -2,7 +2,17 @@
 
 #include <algorithm>
 
+#include "kernels/quantised_weights.h"
+
 namespace quire {
+namespace {
+
+bool LiesInBlocks(const WeightType& type) {
+  return std::ranges::any_of(
+      kWeightFormats, [&](WeightFormat format) { return WeightFormatName(format) == type.name; });
+}
+
+}  // namespace
 
 int64_t LogitsSequencesMax(int64_t max_num_sequences) {
   return std::min<int64_t>(max_num_sequences, 16);
@@ -30,6 +40,19 @@ int64_t RetainedTokensMax(int64_t pages_total, int64_t page_size) {
   constexpr int64_t kTokensMax = int64_t{1} << 28;
   const int64_t pages = std::min(pages_total, kTokensMax / kTexts / page_size);
   return kTexts * page_size * std::max<int64_t>(pages, 1);
+}
+
+Passport EngineFacts::WithNumerics(const Passport& identity) const {
+  Passport own = identity;
+  own.numerics.clear();
+  if (options.dtype != DType::kBF16)
+    own.numerics = "model=" + std::string(DTypeName(options.dtype));
+  if (options.activations != DType::kI8 &&
+      std::ranges::any_of(reported_info.weight_types, LiesInBlocks)) {
+    own.numerics += own.numerics.empty() ? "" : "/";
+    own.numerics += "activations=" + std::string(DTypeName(options.activations));
+  }
+  return own;
 }
 
 Status EngineFacts::RequirePrefixCache(const char* call) const {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "engine/request/request_limits.h"
+#include "quire/chunk.h"
 #include "quire/engine.h"
 #include "quire/model.h"
 #include "quire/status.h"
@@ -40,6 +41,9 @@ int64_t StepSamplesMax(int64_t max_num_sequences, int64_t prefill_chunk);
 int64_t StepLogitRowsMax(int64_t max_num_sequences, int64_t prefill_chunk, int64_t max_tree_nodes);
 
 struct EngineFacts {
+  // `identity`, whose numerics are what the model's numbers depend on beside the cache's: nothing
+  // with the defaults of dtype and activations.
+  Passport WithNumerics(const Passport& identity) const;
   // BadState for a call that needs EngineOptions::prefix_cache, without one.
   Status RequirePrefixCache(const char* call) const;
 

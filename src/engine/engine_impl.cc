@@ -279,7 +279,7 @@ Status EngineImpl::AttachStore(std::shared_ptr<ChunkStore> store, const Passport
     QUIRE_ASSIGN_OR_RETURN(
         std::unique_ptr<StoreLink> link,
         StoreLink::Create(std::move(store), caches_.states(), !caches_.state().forks_anywhere(),
-                          identity, options, long_rope));
+                          facts_.WithNumerics(identity), options, long_rope));
     traffic_.store.Attach(std::move(link));
     return {};
   });
@@ -300,7 +300,7 @@ Status EngineImpl::FlushStore(int64_t timeout_ms) {
 Status EngineImpl::AttachPrefillPeers(const Passport& identity, const PrefillPeerOptions& options) {
   return Enter("AttachPrefillPeers", [&]() -> Status {
     QUIRE_RETURN_IF_ERROR(traffic_.prefill.CheckNotOwn(options.addresses));
-    return traffic_.remote.Attach(caches_.states(), identity, options, clock_);
+    return traffic_.remote.Attach(caches_.states(), facts_.WithNumerics(identity), options, clock_);
   });
 }
 
@@ -308,7 +308,7 @@ Result<std::string> EngineImpl::ServePrefill(const Passport& identity,
                                              const TransferListenerOptions& options) {
   return Enter("ServePrefill", [&]() -> Result<std::string> {
     QUIRE_RETURN_IF_ERROR(traffic_.remote.CheckNotOwn(options.endpoint));
-    return traffic_.prefill.Serve(caches_.states(), identity, options);
+    return traffic_.prefill.Serve(caches_.states(), facts_.WithNumerics(identity), options);
   });
 }
 

@@ -45,6 +45,7 @@ Result<int64_t> RetainedSnapshots::Save(const SnapshotContents& contents, const 
   }
   QUIRE_CHECK(match.length <= std::ssize(contents.tokens));
   SnapshotContents held = contents;
+  held.identity = facts_.WithNumerics(contents.identity);
   held.tokens.resize(static_cast<size_t>(match.length));
   const int64_t id = holders_.sequences.NewId();
   QUIRE_RETURN_IF_ERROR(holders_.state.kv().ForkSequence(match.sequence_id, id, match.length));
@@ -62,7 +63,8 @@ Result<SnapshotInfo> RetainedSnapshots::Load(const Passport& identity, const std
   QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path, facts_.limits));
   const int64_t length = static_cast<int64_t>(announced.tokens.size());
   const int64_t id = holders_.sequences.NewId();
-  const auto load = [&] { return quire::LoadSnapshot(states_, id, identity, path, options); };
+  const Passport own = facts_.WithNumerics(identity);
+  const auto load = [&] { return quire::LoadSnapshot(states_, id, own, path, options); };
   Result<SnapshotInfo> loaded = load();
   const int64_t pages = CeilDiv(length, facts_.options.page_size);
   const EngineStates& state = holders_.state;

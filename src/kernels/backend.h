@@ -10,6 +10,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -225,6 +226,12 @@ struct PackedLinear {
   // With scales, data are PackedFloat8Bytes() of codes that stand for weights of dtype, kF32 or
   // kBF16: the same bits come out as with those weights.
   Float8Scales float8 = {};
+  // With a format, data are strips of quantised weights (quantised_weights.h), that stand for
+  // weights of dtype, kF32 or kBF16, rounded once: the same bits come out as with those weights.
+  std::optional<WeightFormat> blocks = std::nullopt;
+  const int32_t* input_order = nullptr;  // with blocks only; as QuantisedLinear has it
+
+  bool IsCodes() const { return float8.data != nullptr || blocks; }
 };
 
 // y = x W^T + bias. One output: products singly (kF32 rows) or in pairs (kBF16 rows on a path with

@@ -144,6 +144,11 @@ inline constexpr uint32_t kZeroBits = 0x1FFF;
 inline constexpr int kZeroRaised = 128;
 inline constexpr int64_t kWideInputs = 128;
 constexpr bool IsWide(WeightFormat format) { return LayoutOf(format).block_inputs == kWideInputs; }
+// Each half of a group has scales of its own.
+constexpr bool HasHalves(WeightFormat format) {
+  const BlockScales scales = LayoutOf(format).scales;
+  return scales == BlockScales::kHalves || scales == BlockScales::kHalfPairs;
+}
 // w has a summand beside the product.
 constexpr bool HasSummand(WeightFormat format) {
   const BlockScales scales = LayoutOf(format).scales;

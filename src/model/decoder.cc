@@ -27,7 +27,7 @@ Decoder::Decoder(const ModelConfig& config, const Architecture& architecture,
     : config_(config),
       architecture_(architecture),
       options_(std::move(options)),
-      ops_(*options_.backend, *options_.runner, options_.dtype) {}
+      ops_(*options_.backend, *options_.runner, options_.dtype, options_.activations) {}
 
 Result<std::unique_ptr<Decoder>> Decoder::Create(const ModelConfig& config,
                                                  const Architecture& architecture,

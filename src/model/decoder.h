@@ -25,7 +25,8 @@
 namespace quire {
 
 struct DecoderOptions {
-  DType dtype = DType::kBF16;  // kF32 or kBF16, see ModelOptions
+  DType dtype = DType::kBF16;      // kF32 or kBF16, see ModelOptions
+  DType activations = DType::kI8;  // see there
   const Backend* backend = nullptr;
   std::shared_ptr<ParallelRunner> runner;
 };

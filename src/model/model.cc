@@ -28,6 +28,12 @@ Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions&
                                                 std::string(DTypeName(options.dtype)) +
                                                 "; it must be float32 or bfloat16");
   }
+  if (options.activations != DType::kI8 && options.activations != DType::kBF16 &&
+      options.activations != DType::kF32) {
+    return Status(StatusCode::kBadArgument, std::string(call) + ": activations is " +
+                                                std::string(DTypeName(options.activations)) +
+                                                "; it must be int8, bfloat16 or float32");
+  }
   QUIRE_ASSIGN_OR_RETURN(const Backend* const backend, FindBackend(options.kernel_path));
   QUIRE_ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(directory));
   QUIRE_ASSIGN_OR_RETURN(const Architecture* const architecture, FindArchitecture(config));
@@ -36,11 +42,13 @@ Result<ModelFolder> OpenFolder(const std::string& directory, const ModelOptions&
   if (runner == nullptr) {
     QUIRE_ASSIGN_OR_RETURN(runner, CreateThreadPool(0));
   }
-  return ModelFolder{
-      .config = std::move(config),
-      .architecture = architecture,
-      .checkpoint = std::move(checkpoint),
-      .options = {.dtype = options.dtype, .backend = backend, .runner = std::move(runner)}};
+  return ModelFolder{.config = std::move(config),
+                     .architecture = architecture,
+                     .checkpoint = std::move(checkpoint),
+                     .options = {.dtype = options.dtype,
+                                 .activations = options.activations,
+                                 .backend = backend,
+                                 .runner = std::move(runner)}};
 }
 
 }  // namespace

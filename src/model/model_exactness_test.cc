@@ -23,6 +23,7 @@ struct Variant {
   std::string kernel_path;
   TestModel model;
   std::vector<WeightFormat> formats = {};  // not empty: of a GGUF file
+  DType activations = DType::kI8;
 };
 
 std::vector<Variant> Variants() {
@@ -55,7 +56,10 @@ std::vector<Variant> Variants() {
   mixed.tie_word_embeddings = false;
   for (const std::string& path : KernelPaths()) {
     variants.push_back({"Float32_Mixed_" + path, DType::kF32, path, mixed, all});
+    variants.push_back(
+        {"Bfloat16_MixedRowsBfloat16_" + path, DType::kBF16, path, mixed, all, DType::kBF16});
   }
+  variants.push_back({"Bfloat16_MixedRowsFloat32", DType::kBF16, "", mixed, all, DType::kF32});
   const TestModel deepseek{.architecture = "DeepseekV3ForCausalLM"};
   variants.push_back({"Bfloat16_DeepseekV3", DType::kBF16, "", deepseek});
   return variants;
@@ -97,7 +101,8 @@ class ModelExactness : public testing::TestWithParam<Variant> {
   }
 
   std::unique_ptr<Model> Load(std::shared_ptr<ParallelRunner> runner) {
-    return LoadTestModel(folder_, GetParam().dtype, GetParam().kernel_path, std::move(runner));
+    return LoadTestModel(folder_, GetParam().dtype, GetParam().kernel_path, std::move(runner),
+                         GetParam().activations);
   }
   std::unique_ptr<AttentionKVCache> Cache(int64_t page_size = 16,
                                           std::shared_ptr<ParallelRunner> runner = nullptr) {

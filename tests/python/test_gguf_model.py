@@ -72,6 +72,20 @@ def test_quantised_weights_are_near_the_import(tmp_path, arch, tied, kind):
     ours, theirs = logits(file), logits(folder)
     assert np.abs(ours - theirs).mean() < 0.02 * theirs.std()
     assert not np.array_equal(ours, theirs)
+    assert np.array_equal(logits(file, activations="float32"), theirs)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("arch", ARCHITECTURES + OTHERS)
+def test_bfloat16_rows_give_the_bits_of_bfloat16_weights(tmp_path, arch, tied):
+    """The numbers of this format are bfloat16 numbers, also those of the embedding."""
+    file = write(tmp_path / "model.gguf", "MXFP4", arch, tied)
+    folder = importer.import_gguf(file, tmp_path / "imported", dtype="float32")
+    types = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    theirs = logits(folder, **types)
+    assert np.array_equal(logits(file, activations="bfloat16", **types), theirs)
+    assert np.array_equal(logits(file, activations="bf16", threads=2, **types), theirs)
+    assert not np.array_equal(logits(file, **types), theirs)
 
 
 def of_all_experts(writer) -> None:
@@ -89,6 +103,7 @@ def test_fused_matrices_and_experts_stay_quantised(tmp_path, arch, kind):
     ours, theirs = logits(file), logits(folder)
     assert np.abs(ours - theirs).mean() < 0.02 * theirs.std()
     assert not np.array_equal(ours, theirs)
+    assert np.array_equal(logits(file, activations="float32"), theirs)
     plan = quire.Engine.plan_memory(file, dtype="float32", threads=1)
     # What is not quantised: norms, routers, and matrices of latents, which are widened.
     widened = 4 * sum(value.size for name, value in checkpoint(arch).items() if "kv_b" in name)
@@ -252,6 +267,7 @@ def test_quantised_weights_in_blocks_of_256_are_near_the_import(tmp_path, kind):
     ours, theirs = logits(file), logits(folder)
     assert np.abs(ours - theirs).mean() < 0.02 * theirs.std()
     assert not np.array_equal(ours, theirs)
+    assert np.array_equal(logits(file, activations="float32"), theirs)
 
 
 @pytest.mark.parametrize("plain", ["q_proj", "k_proj", "v_proj", "up_proj"])
@@ -272,6 +288,7 @@ def test_parts_of_one_matrix_may_be_plain(tmp_path, arch, plain):
     ours, theirs = logits(file), logits(folder)
     assert np.abs(ours - theirs).mean() < 0.02 * theirs.std()
     assert not np.array_equal(ours, logits(tmp_path / "all.gguf"))
+    assert np.array_equal(logits(file, activations="float32"), theirs)
     assert np.array_equal(ours, logits(file, threads=2, prefill_chunk=3, page_size=4))
     packed = quire.pack_model(model_folder(file), tmp_path / "packed", dtype="float32")
     assert np.array_equal(ours, logits(packed))
@@ -620,3 +637,48 @@ def test_quality_compares_two_models(tmp_path, capsys):
     _, out, _ = run(capsys, "quality", str(four), *arguments)
     assert "perplexity" in out
     assert str(four) in out
+
+
+def test_kv_of_other_activations_is_not_taken(tmp_path):
+    file = write(tmp_path / "model.gguf", "Q8_0")
+    plain = write(tmp_path / "plain.gguf", "BF16")
+    prompt = list(range(3, 43))
+
+    def cached(model: Path, activations: str) -> int:
+        given = {"kv_bytes": 1 << 20, "kv_load_always": True, "kv_load_timeout": 60, "threads": 1}
+        store = tmp_path / f"{model.stem}-kv"
+        with quire.Engine(model, kv_dir=store, activations=activations, **given) as engine:
+            engine.wait_for_store()
+            answer = engine.generate(prompt, max_tokens=1, ignore_eos=True)
+            engine.flush_store()
+        return answer.usage.cached_tokens
+
+    taken = 39
+    assert [cached(file, name) for name in ("int8", "int8", "bf16", "float32")] == [0, taken, 0, 0]
+    assert [cached(file, name) for name in ("int8", "bf16", "float32")] == [taken, taken, taken]
+    # Weights that are not quantised have no use for them.
+    assert [cached(plain, name) for name in ("int8", "bf16")] == [0, taken]
+
+
+def test_quality_shows_what_narrow_kv_costs_apart(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text(TEXT * 8)
+    eight, four = (str(write(tmp_path / f"{kind}.gguf", kind)) for kind in ("Q8_0", "Q4_0"))
+    arguments = [four, "--against", eight, "--text", str(text), "--threads", "1"]
+    narrow = ["--kv-dtype", "int8", "--activations", "float32"]
+    code, out, error = run(capsys, "quality", *arguments, *narrow, "--json")
+    assert code == 0, error
+    found = json.loads(out)["models"]
+    assert [(item["model"], item["quality"]["kv_dtype"], item["against"]) for item in found] == [
+        (eight, "bfloat16", eight),
+        (four, "bfloat16", eight),
+        (four, "int8", eight),
+        (four, "int8", "itself with bfloat16 KV"),
+    ]
+    _, weights, _, kv = (item["quality"]["divergence"] for item in found)
+    assert 0 < kv < weights
+    _, out, _ = run(capsys, "quality", *arguments, "--json")
+    int8_rows = json.loads(out)["models"][1]["quality"]
+    assert int8_rows["divergence"] != weights, "--activations is the model's"
+    _, out, _ = run(capsys, "quality", *arguments, *narrow)
+    assert "itself with bfloat16 KV" in out

@@ -112,6 +112,8 @@ def test_a_model_larger_than_the_machine_is_planned_and_refused(
     ("options", "message"),
     [
         ({"dtype": "int8"}, "int8"),
+        ({"activations": "float16"}, "activations is float16; it must be int8, bfloat16 or"),
+        ({"activations": "int4"}, "int4"),
         ({"threads": -1}, "threads"),
         ({"page_size": -1}, "page_size"),
         ({"kv_bytes": 1}, "kv_bytes"),

@@ -194,7 +194,13 @@ def test_logits_are_near_those_of_the_stored_weights(tmp_path, form):
     ours = logits(model)
     theirs = model.logits(model.tokenizer.encode(TEXT).ids)
     assert ours.shape == theirs.shape
-    assert 0 < np.abs(ours - theirs).mean() < 0.02 * theirs.std()
+    int8_rows = np.abs(ours - theirs).mean()
+    assert 0 < int8_rows < 0.02 * theirs.std()
+    bfloat16_rows = np.abs(logits(model, activations="bfloat16") - theirs).mean()
+    assert bfloat16_rows < int8_rows
+    np.testing.assert_allclose(
+        logits(model, activations="float32"), theirs, rtol=0, atol=1e-4 * theirs.std()
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -205,6 +211,18 @@ def test_logits_do_not_depend_on_cuts_threads_or_the_path(tmp_path, form):
     assert np.array_equal(expected, logits(model, prefill_chunk=3, page_size=4))
     for path in quire.kernel_paths():
         assert np.array_equal(expected, logits(model, kernel_path=path)), path
+
+
+@pytest.mark.parametrize("rows", ["bfloat16", "float32"])
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_that_stay_numbers_do_not_depend_on_cuts_or_threads(tmp_path, form, rows):
+    model = model_of(tmp_path / "model", FORMS[form])
+    for path in quire.kernel_paths():
+        expected = logits(model, activations=rows, kernel_path=path)
+        cut = logits(
+            model, activations=rows, kernel_path=path, threads=2, prefill_chunk=3, page_size=4
+        )
+        assert np.array_equal(expected, cut), path
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -122,6 +122,22 @@ def test_another_model_is_refused_by_name(
         snapshot.restore(engine, file)
 
 
+def test_kv_that_another_type_of_products_computed_is_refused(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    """Both store bfloat16."""
+    path = tmp_path / "exact.quire"
+    with open_engine(tiny.directory, dtype="float32", kv_dtype="bfloat16") as engine:
+        engine.generate(PROMPT, max_tokens=1)
+        snapshot.save(engine, PROMPT, path)
+        assert snapshot.restore(engine, path).passport["numerics"].endswith("/model=float32")
+    with (
+        open_engine(tiny.directory, dtype="bfloat16") as engine,
+        pytest.raises(quire.IncompatibleError, match="numerics: "),
+    ):
+        snapshot.restore(engine, path)
+
+
 def test_other_kernels_only_when_asked_for(file: Path, tiny: TinyModel) -> None:
     paths = quire.kernel_paths()
     if len(paths) < 2:

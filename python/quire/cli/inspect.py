@@ -14,6 +14,9 @@ from quire.cli.terminal import note, one_line
 
 Facts = dict[str, Any]
 
+# Types of weights that are not quantised, or are widened when they are used.
+_NUMBERS = frozenset(("bfloat16", "float16", "float32", "float8_e4m3fn"))
+
 
 def parser() -> argparse.ArgumentParser:
     command = arguments.Parser(
@@ -58,6 +61,8 @@ def _run(options: argparse.Namespace) -> int:
         facts["kernels"]["chosen"] = engine.info.kernel_path
         facts["build"]["numa"] = engine.info.numa
         facts["model"] = _model_facts(engine)
+        if not _NUMBERS.issuperset(engine.info.weight_types):
+            facts["model"]["activations"] = str(engine_arguments.get("activations", "int8"))
         facts["memory"] = {**dataclasses.asdict(plan), "fits": plan.fits}
         facts["pages"] = _page_facts(engine)
     _print(facts, options.json)

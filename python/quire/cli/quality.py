@@ -1,4 +1,5 @@
-"""`quire quality`: what narrow weights cost a model, measured on a text against another one."""
+"""`quire quality`: what narrow weights, activations and KV cost a model, on a text, against another
+one."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class ModelQuality:
-    """A model beside the reference: `quality.kv_dtype` is that of both."""
+    """A model, with keys and values of `quality.kv_dtype`, beside `against`: the reference, or the
+    model itself without `--kv-dtype`."""
 
     model: str
+    against: str
     weight_bytes: int
     quality: Quality
 
@@ -29,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         prog="quire quality",
         description="Compares a model with another of the same tokenizer on a text, such as "
         "quantised weights with those that they were made of: perplexity, logits, and how often "
-        "the most likely token is the same.",
+        "the most likely token is the same. With --kv-dtype, what narrow KV costs is shown apart.",
     )
     command.add_argument("model", metavar="MODEL", help="folder of the model, or a GGUF file")
     command.add_argument(
@@ -42,7 +45,16 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print one object")
     engine = command.add_argument_group("engine")
     engine.add_argument(
-        "--kv-dtype", type=ranges.kv_dtype, metavar="TYPE", help="type of keys and values"
+        "--kv-dtype",
+        type=ranges.kv_dtype,
+        metavar="TYPE",
+        help="type of keys and values of MODEL (the reference: as --dtype)",
+    )
+    engine.add_argument(
+        "--activations",
+        type=ranges.activations,
+        metavar="TYPE",
+        help="as of the engine, of MODEL (the reference: int8)",
     )
     engine.add_argument("--dtype", choices=("bfloat16", "float32"), help="type of products")
     arguments.add_threads(engine)
@@ -64,34 +76,56 @@ def _run(options: argparse.Namespace) -> int:
         objects = [dataclasses.asdict(item) for item in found]
         print(json.dumps({"tokens": len(ids), "against": options.against, "models": objects}))
         return 0
-    print(f"{len(ids)} tokens in pieces of {options.context}, against {options.against}")
+    print(f"{len(ids)} tokens in pieces of {options.context}; reference: {options.against}")
+    _print_table(found, options.against)
+    return 0
+
+
+def _print_table(found: list[ModelQuality], reference: str) -> None:
     width = max(len(item.model) for item in found)
     print(
-        f"{'model':<{width}}{'MB':>8}{'perplexity':>12}{'|d logit|':>11}{'KL':>11}{'same':>8}"
+        f"{'model':<{width}}  {'KV':<17}{'against':<24}{'MB':>8}{'perplexity':>12}"
+        f"{'|d logit|':>11}{'KL':>11}{'same':>8}"
     )
     for item in found:
         q = item.quality
+        against = "reference" if item.against == reference else item.against
         print(
-            f"{item.model:<{width}}{item.weight_bytes / 1e6:>8.0f}{q.perplexity:>12.4f}"
+            f"{item.model:<{width}}  {q.kv_dtype:<17}{against:<24}"
+            f"{item.weight_bytes / 1e6:>8.0f}{q.perplexity:>12.4f}"
             f"{q.logit_difference:>11.5f}{q.divergence:>11.6f}{q.agreement:>8.2%}"
         )
-    return 0
 
 
 def _measure(
     folders: list[str], ids: list[int], options: argparse.Namespace
 ) -> list[ModelQuality]:
+    """Two engines are open at a time."""
     import quire
 
-    names = (options.against, options.model)
-    given = arguments.given(options, ("dtype", "threads", "kv_dtype"))
+    plain = options.dtype or "bfloat16"
+    of_reference = arguments.given(options, ("dtype", "threads"))
+    of_model = arguments.given(options, ("dtype", "threads", "activations"))
     pieces = kv_quality.pieces_of(ids, options.context)
     found = []
-    with quire.Engine(folders[0], **given) as reference, quire.Engine(folders[1], **given) as other:
-        for name, folder, engine in zip(names, folders, (reference, other), strict=True):
-            quality = kv_quality.compare(
-                engine, reference, options.kv_dtype or "", ids, pieces, options.context
-            )
-            plan = quire.Engine.plan_memory(folder, **given)
-            found.append(ModelQuality(name, plan.weight_bytes, quality))
+
+    def compare(model: quire.Engine, reference: quire.Engine, kv_dtype: str, against: str) -> None:
+        is_reference = model is reference
+        quality = kv_quality.compare(model, reference, kv_dtype, ids, pieces, options.context)
+        name = options.against if is_reference else options.model
+        found.append(ModelQuality(name, against, model.info.weight_bytes, quality))
+
+    with quire.Engine(folders[0], **of_reference) as reference:
+        compare(reference, reference, plain, options.against)
+        with quire.Engine(folders[1], **of_model) as model:
+            compare(model, reference, plain, options.against)
+        if options.kv_dtype is None:
+            return found
+        with quire.Engine(folders[1], kv_dtype=options.kv_dtype, **of_model) as narrow:
+            compare(narrow, reference, options.kv_dtype, options.against)
+    with (
+        quire.Engine(folders[1], **of_model) as model,
+        quire.Engine(folders[1], kv_dtype=options.kv_dtype, **of_model) as narrow,
+    ):
+        compare(narrow, model, options.kv_dtype, f"itself with {plain} KV")
     return found

@@ -5,9 +5,15 @@
 // (tiles of rows, chunks of outputs, widened panels) is a choice of order between chains and
 // changes no bit: a chain belongs to one row and one output and is never cut.
 #include "kernels/cpu/linear_plan-inl.h"
-// The parts below use the plan.
+// The parts below use the plan, and each those above it.
+// clang-format off
+#include "kernels/cpu/linear_panel-inl.h"
 #include "kernels/cpu/linear_float8-inl.h"
+#include "kernels/cpu/quantised_groups-inl.h"
+#include "kernels/cpu/linear_blocks-inl.h"
+#include "kernels/cpu/linear_widened-inl.h"
 #include "kernels/cpu/linear_lanes-inl.h"
+// clang-format on
 #if defined(QUIRE_SIMD_TILES)
 #include "kernels/cpu/linear_tiles-inl.h"
 #endif
@@ -26,9 +32,9 @@ static void RunGroup(const LinearPlan& plan, const RowBlock& rows, int64_t begin
                                       : PackedAt(plan, block + 1, input_block);
       if (plan.lanes) {
         RunLanes(plan, block, input_block, next, sums + (block - begin) * kLaneSums);
-      } else if (plan.float8) {
-        RunFloat8(plan, rows, block, input_block, next, panel,
-                  sums + (block - begin) * kOutputBlock);
+      } else if (plan.codes) {
+        RunWidened(plan, rows, block, input_block, next, panel,
+                   sums + (block - begin) * kOutputBlock);
       } else {
         RunTiles(plan, rows, block, input_block, next, panel,
                  sums + (block - begin) * kOutputBlock);

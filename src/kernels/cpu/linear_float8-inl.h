@@ -1,16 +1,8 @@
 // Linear layers whose weights are codes of 8-bit floating point (kernels/float8_weights.h).
 // Included by linear-inl.h.
 //
-// One tile of rows widens codes in registers. For more, and where pairs are multiplied, a part of a
-// block of inputs is widened into a panel that stays in L1, and meets all rows of the task there.
-// So the chains are those of weights stored in the type that the codes stand for; from one part to
-// the next they lie in memory, whole.
-
-// Inputs of a panel: 16 KiB of float32. Whole chunks of the tile unit.
-constexpr int64_t kPartInputs = 128;
-constexpr int64_t kPartFloats = kPartInputs * kOutputBlock;
-// Chains of all rows follow the panel.
-static_assert(kPartFloats + kMaxBlockTiles * kMaxTileRows * kOutputBlock <= kPanelFloats);
+// One tile of rows widens codes in registers. For more, and where pairs are multiplied, they are
+// widened into panels (linear_widened-inl.h).
 
 // Pairs of inputs that share their scales.
 struct Float8Run {
@@ -127,27 +119,6 @@ struct TabledCodes {
 
 // ---------------------------------------------------------------------------------------- panels
 
-// Numbers as float32, [input][32].
-struct SinglePanel {
-  using Element = float;
-  QUIRE_INLINE void StorePair(float* panel, int64_t pair, int64_t output, WidePair numbers) {
-    float* const to = panel + 2 * pair * kOutputBlock + output;
-    Store(to, numbers.even);
-    Store(to + kOutputBlock, numbers.odd);
-  }
-};
-#if defined(QUIRE_SIMD_BF16) || defined(QUIRE_SIMD_TILES)
-// As pairs of bfloat16, [pair][32][2]. REQUIRES: they are such numbers.
-struct PairPanel {
-  using Element = uint16_t;
-  QUIRE_INLINE void StorePair(uint16_t* panel, int64_t pair, int64_t output, WidePair numbers) {
-    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(numbers.even), 16);
-    const __m512i high = _mm512_castps_si512(numbers.odd);
-    _mm512_storeu_si512(panel + 2 * (pair * kOutputBlock + output), _mm512_or_si512(high, low));
-  }
-};
-#endif
-
 template <class Panel, class Codes>
 static void WidenRun(const Float8Run& run, typename Panel::Element* panel) {
   for (int64_t output = 0; output < kOutputBlock; output += kLanes) {
@@ -181,17 +152,6 @@ static void WidenFloat8(const PackedLinear& w, int64_t output_block, int64_t beg
 #endif
     WidenRun<Panel, RoundedCodes<1>>(run, to);
   }
-}
-
-static void WidenPart(const LinearArgs& args, int64_t output_block, int64_t begin, int64_t count,
-                      float* panel) {
-#if defined(QUIRE_SIMD_BF16) || defined(QUIRE_SIMD_TILES)
-  if (WidensToPairs(args)) {
-    auto* const pairs = reinterpret_cast<uint16_t*>(panel);
-    return WidenFloat8<PairPanel>(args.w, output_block, begin, count, pairs);
-  }
-#endif
-  WidenFloat8<SinglePanel>(args.w, output_block, begin, count, panel);
 }
 
 // -------------------------------------------------------------------------------------- in tiles
@@ -297,50 +257,4 @@ static void RunFloat8Tile(const LinearPlan& plan, const RowBlock& rows, int64_t 
     FunctionsOfRun(w, run)[rows.row_count - 1](tile, run);
     input = next;
   }
-}
-
-// RunTiles for codes, by panels.
-static void RunFloat8Panels(const LinearPlan& plan, const RowBlock& rows, int64_t output_block,
-                            int64_t input_block, const char* next, float* panel, float* sums) {
-  const int64_t inputs = InputsOfBlock(plan, input_block);
-  const char* const packed = PackedAt(plan, output_block, input_block);
-  float* const chains = panel + kPartFloats;
-  Tile tile{};
-  tile.w = panel;
-  tile.sum_stride = kGroupBlocks * kOutputBlock;
-  for (int64_t begin = 0; begin < inputs; begin += kPartInputs) {
-    const int64_t left = inputs - begin;
-    tile.inputs = left < kPartInputs ? left : kPartInputs;
-    tile.begins = begin == 0;
-    tile.ends = left <= kPartInputs;
-    // In the tile unit's order sums go on from part to part as they do from block to block.
-    tile.first = input_block == 0 && (tile.begins || !InTileOrder(*plan.args));
-    WidenPart(*plan.args, output_block, input_block * plan.input_block + begin, tile.inputs, panel);
-    const int64_t bytes = tile.inputs * kOutputBlock;
-    const int64_t steps = CeilDivide(tile.inputs, WidensToPairs(*plan.args) ? 2 : 1);
-    for (int64_t t = rows.begin; t < rows.end; ++t) {
-      const int64_t row = FirstRowOfTile(plan, t);
-      const int64_t count = FirstRowOfTile(plan, t + 1) - row;
-      tile.x = plan.x + (input_block * plan.args->row_count + row) * kRowFloats +
-               (plan.pairs ? begin / 2 : begin);
-      tile.sums = sums + (row - rows.first_row) * tile.sum_stride;
-      tile.chains = chains + (row - rows.first_row) * kOutputBlock;
-      if (rows.tiles() == 1) {
-        tile.ahead = packed + begin * kOutputBlock + kStreamAhead;
-        tile.ahead_step = CeilDivide(bytes, steps);
-      } else {
-        tile.ahead = next + begin * kOutputBlock + bytes * (t - rows.begin) / rows.tiles();
-        tile.ahead_step = CeilDivide(bytes, rows.tiles() * steps);
-      }
-      plan.direct[count - 1](tile);
-    }
-  }
-}
-
-static void RunFloat8(const LinearPlan& plan, const RowBlock& rows, int64_t output_block,
-                      int64_t input_block, const char* next, float* panel, float* sums) {
-  if (rows.tiles() == 1 && !WidensToPairs(*plan.args)) {
-    return RunFloat8Tile(plan, rows, output_block, input_block, panel, sums);
-  }
-  RunFloat8Panels(plan, rows, output_block, input_block, next, panel, sums);
 }

@@ -246,7 +246,7 @@ QUIRE_INLINE bool RowsLieInLanes(DType dtype, int64_t row_count) {
 struct LinearPlan {
   const LinearArgs* args;
   const TileFunction* direct;  // on the packed weights
-  bool float8;                 // the weights are codes: linear_float8-inl.h
+  bool codes;                  // the weights are codes: linear_widened-inl.h
   bool pairs;                  // x is stored as bfloat16 for dot products of pairs
   bool lanes;                  // linear_lanes-inl.h
   int64_t input_block;
@@ -278,7 +278,7 @@ QUIRE_INLINE bool InTileOrder([[maybe_unused]] const LinearArgs& args) {
 #endif
 }
 
-// Whether codes of float8 become pairs of bfloat16, else float32 numbers.
+// Whether codes become pairs of bfloat16, else float32 numbers.
 QUIRE_INLINE bool WidensToPairs([[maybe_unused]] const LinearArgs& args) {
 #if defined(QUIRE_SIMD_BF16) || defined(QUIRE_SIMD_TILES)
   return args.w.dtype == DType::kBF16 && args.x_rounding == DType::kBF16;
@@ -302,8 +302,8 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, ParallelRunner& runner)
 #if defined(QUIRE_SIMD_TILES)
   if (InTileOrder(args)) plan.direct = kFewRowFunctions;
 #endif
-  plan.float8 = args.w.float8.data != nullptr;
-  if (plan.float8 && !WidensToPairs(args)) plan.direct = TileFunctions<F32Weights>::kFor;
+  plan.codes = args.w.IsCodes();
+  if (plan.codes && !WidensToPairs(args)) plan.direct = TileFunctions<F32Weights>::kFor;
   plan.input_block = InputBlockSize(args.w.k);
   plan.input_blocks = CeilDivide(args.w.k, plan.input_block);
   plan.tiles = CeilDivide(args.row_count, kMaxTileRows);
@@ -313,7 +313,7 @@ static LinearPlan MakeLinearPlan(const LinearArgs& args, ParallelRunner& runner)
                                    plan.row_blocks > 1 ? kGroupBlocks : plan.output_blocks);
   plan.chunks = CeilDivide(plan.output_blocks, plan.chunk_blocks);
   plan.along_outputs = runner.numa_nodes() != nullptr;
-  plan.lanes = !plan.pairs && !plan.float8 && RowsLieInLanes(args.w.dtype, args.row_count);
+  plan.lanes = !plan.pairs && !plan.codes && RowsLieInLanes(args.w.dtype, args.row_count);
   plan.x = static_cast<float*>(args.scratch);
   plan.worker_scratch =
       plan.x + plan.input_blocks * (plan.lanes ? kLaneBlockFloats : args.row_count * kRowFloats);
@@ -327,6 +327,19 @@ QUIRE_INLINE VF RoundRow(const LinearArgs& args, VF x) {
   return InTileOrder(args) ? RoundForDots(x) : RoundToBF16(x);
 }
 
+// kLanes inputs of a row from `input` on: where they lie, or a copy in the order of the weights and
+// with zeros after the last one. `count`: of inputs that there are.
+QUIRE_INLINE const float* InputsAt(const LinearArgs& args, int64_t row, int64_t input,
+                                   int64_t count, float* copy) {
+  const float* const x = args.x + row * args.x_stride;
+  const int32_t* const order = args.w.input_order;
+  if (order == nullptr && count >= kLanes) return x + input;
+  for (int64_t i = 0; i < kLanes; ++i) {
+    copy[i] = i >= count ? 0.0F : x[order == nullptr ? input + i : order[input + i]];
+  }
+  return copy;
+}
+
 // Rows [first, first + count) into scratch, rounded if asked. After the last input follow zeros up
 // to a whole vector.
 static void PackRows(const LinearPlan& plan, int64_t first, int64_t count) {
@@ -334,16 +347,10 @@ static void PackRows(const LinearPlan& plan, int64_t first, int64_t count) {
   for (int64_t block = 0; block < plan.input_blocks; ++block) {
     const int64_t inputs = InputsOfBlock(plan, block);
     for (int64_t row = first; row < first + count; ++row) {
-      const float* from = args.x + row * args.x_stride + block * plan.input_block;
       float* const to = plan.x + (block * args.row_count + row) * kRowFloats;
       for (int64_t i = 0; i < inputs; i += kLanes) {
-        float last[kLanes] = {};
-        const float* source = from + i;
-        if (inputs - i < kLanes) {
-          for (int64_t j = 0; i + j < inputs; ++j) last[j] = from[i + j];
-          source = last;
-        }
-        const VF v = Load(source);
+        float copy[kLanes];
+        const VF v = Load(InputsAt(args, row, block * plan.input_block + i, inputs - i, copy));
         if (plan.pairs) {
           StoreBF16ForDots(reinterpret_cast<uint16_t*>(to) + i, v);
         } else {
@@ -405,7 +412,8 @@ QUIRE_INLINE RowBlock RowBlockAt(const LinearPlan& plan, int64_t index) {
 QUIRE_INLINE const char* PackedAt(const LinearPlan& plan, int64_t output_block,
                                   int64_t input_block) {
   const PackedLinear& w = plan.args->w;
-  if (plan.float8) {
+  if (w.blocks) return static_cast<const char*>(w.data);  // read strip by strip
+  if (plan.codes) {
     return static_cast<const char*>(w.data) + output_block * PackedFloat8BlockBytes(w.k) +
            input_block * plan.input_block * kOutputBlock;
   }

@@ -196,10 +196,11 @@ static TileTask TileTaskAt(const TilePlan& plan, int64_t index) {
           end < plan.output_blocks ? end : plan.output_blocks};
 }
 
-QUIRE_INLINE bool HasCodes(const TilePlan& plan) { return plan.args->w.float8.data != nullptr; }
+QUIRE_INLINE bool HasCodes(const TilePlan& plan) { return plan.args->w.IsCodes(); }
 
 QUIRE_INLINE const char* WeightChunk(const TilePlan& plan, int64_t output_block, int64_t chunk) {
   const PackedLinear& w = plan.args->w;
+  if (w.blocks) return static_cast<const char*>(w.data);  // read strip by strip
   const int64_t element =
       output_block * PackedBlockElements(DType::kBF16, w.k) + chunk * kChunkElements;
   return static_cast<const char*>(w.data) + element * (HasCodes(plan) ? 1 : 2);
@@ -218,12 +219,12 @@ static void CopyRest(const TilePlan& plan, int64_t output_block, uint16_t* to) {
 
 // Chunks [begin, end) of codes, widened; zeros after the inputs of the last one.
 static void WidenChunks(const TilePlan& plan, int64_t output_block, int64_t begin, int64_t end,
-                        uint16_t* to) {
+                        bool streams, uint16_t* to) {
   const int64_t first = begin * kTileInputs;
   const int64_t left = plan.args->w.k - first;
   const int64_t all = (end - begin) * kTileInputs;
   if (left < all) __builtin_memset(to + (all - kTileInputs) * kOutputBlock, 0, kChunkElements * 2);
-  WidenFloat8<PairPanel>(plan.args->w, output_block, first, left < all ? left : all, to);
+  WidenCodes<PairPanel>(plan.args->w, output_block, first, left < all ? left : all, streams, to);
 }
 
 // Chunks [begin, end) of an output block.
@@ -243,7 +244,8 @@ static void RunChunks(TileUnit& unit, const TilePlan& plan, const TileTask& task
   block.sum_stride = 2 * kSumsOfTile;
   block.first = begin == 0;
   block.ahead = once ? packed + kStreamAhead : next;
-  if (HasCodes(plan)) WidenChunks(plan, output_block, begin, end, copy);
+  if (plan.args->w.blocks) block.ahead = reinterpret_cast<const char*>(copy);
+  if (HasCodes(plan)) WidenChunks(plan, output_block, begin, end, once, copy);
   if (block.chunks > 0) RunTileBlock(unit, block);
   if (!has_rest) return;
   CopyRest(plan, output_block, copy);
@@ -313,14 +315,12 @@ static void PackTileRows(void* context, int64_t row_tile, int) {
   for (int64_t r = 0; r < kTileRows; ++r) {
     const int64_t row = row_tile * kTileRows + r;
     uint16_t* to = plan.x + row_tile * plan.chunks * kTileElements + r * kTileInputs;
-    const float* const from = args.x + row * args.x_stride;
     for (int64_t chunk = 0; chunk < plan.chunks; ++chunk, to += kTileElements) {
       for (int64_t i = 0; i < kTileInputs; i += kLanes) {
         const int64_t input = chunk * kTileInputs + i;
         const int64_t left = row < args.row_count ? args.w.k - input : 0;
-        float some[kLanes] = {};
-        for (int64_t j = 0; left < kLanes && j < left; ++j) some[j] = from[input + j];
-        StoreBF16ForDots(to + i, Load(left < kLanes ? some : from + input));
+        float copy[kLanes];
+        StoreBF16ForDots(to + i, Load(InputsAt(args, row, input, left, copy)));
       }
     }
   }

@@ -21,6 +21,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "base/float_environment.h"
 #include "base/numa_nodes.h"

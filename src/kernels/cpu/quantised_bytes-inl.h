@@ -1,5 +1,5 @@
 // Bytes and sums of integers, for linear layers with quantised weights. Included once per path, by
-// quantised_linear-inl.h.
+// quantised_groups-inl.h.
 //
 // VB: 64 bytes, [16 outputs][4 inputs]. VI: 16 int32, one per output. A dot adds to each output the
 // products of its four codes with four codes of a row.
@@ -53,6 +53,12 @@ QUIRE_INLINE VB FourOfRow(const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, sizeof(four));
   return _mm512_set1_epi32(four);
+}
+
+// Byte kInput of each output's four, a signed one.
+template <int kInput>
+QUIRE_INLINE VI CodesOfInput(VB four) {
+  return _mm512_srai_epi32(_mm512_slli_epi32(four, 24 - 8 * kInput), 24);
 }
 
 #if defined(QUIRE_SIMD_VNNI)
@@ -149,6 +155,11 @@ QUIRE_INLINE void StoreInt8s(int8_t* p, VF v) {
   const __m128i bytes =
       _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+template <int kInput>
+QUIRE_INLINE VI CodesOfInput(VB four) {
+  return {_mm256_srai_epi32(_mm256_slli_epi32(four.lo, 24 - 8 * kInput), 24),
+          _mm256_srai_epi32(_mm256_slli_epi32(four.hi, 24 - 8 * kInput), 24)};
 }
 QUIRE_INLINE __m256i FourOfRow(const int8_t* x) {
   int32_t four;
@@ -255,6 +266,15 @@ QUIRE_INLINE void StoreInt8s(int8_t* p, VF v) {
   const int8x8_t first = vmovn_s16(NearestI16(v.v[0], v.v[1]));
   vst1q_s8(p, vmovn_high_s16(first, NearestI16(v.v[2], v.v[3])));
 }
+template <int kInput>
+QUIRE_INLINE int32x4_t CodesOfQuarter(uint8x16_t four) {
+  return vshrq_n_s32(vshlq_n_s32(vreinterpretq_s32_u8(four), 24 - 8 * kInput), 24);
+}
+template <int kInput>
+QUIRE_INLINE VI CodesOfInput(VB four) {
+  return {{CodesOfQuarter<kInput>(four.v[0]), CodesOfQuarter<kInput>(four.v[1]),
+           CodesOfQuarter<kInput>(four.v[2]), CodesOfQuarter<kInput>(four.v[3])}};
+}
 QUIRE_INLINE int8x16_t FourOfRow(const int8_t* x) {
   int32_t four;
   __builtin_memcpy(&four, x, sizeof(four));
@@ -360,6 +380,12 @@ QUIRE_INLINE VB ShiftLeft(VB a) {
 }
 QUIRE_INLINE void StoreInt8s(int8_t* p, VF v) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(v.v[i]);
+}
+template <int kInput>
+QUIRE_INLINE VI CodesOfInput(VB four) {
+  VI r;
+  for (int i = 0; i < kLanes; ++i) r.v[i] = static_cast<int8_t>(four.v[4 * i + kInput]);
+  return r;
 }
 QUIRE_INLINE VI DotUnsigned(VI sum, VB w, const int8_t* x) {
   for (int i = 0; i < kLanes * 4; ++i) sum.v[i / 4] += w.v[i] * x[i % 4];

@@ -5,8 +5,6 @@
 // integers, so their order cannot be seen; groups are one chain of fma per output, left to right.
 // Tiles of rows and tasks cut between chains and change no bit. All paths give the same bits.
 
-#include "kernels/cpu/quantised_bytes-inl.h"
-
 // --------------------------------------------------------------------------------- rows of codes
 
 // What 32 inputs of a row share.
@@ -76,18 +74,6 @@ struct Chains {
   VF sum[kRows];
 };
 
-// One group of weights.
-struct WeightGroup {
-  int64_t index;
-  const std::byte* codes;
-  const std::byte* scales;
-  const uint16_t* supers;  // of the block of 256
-};
-
-QUIRE_INLINE const uint16_t* F16Scales(const WeightGroup& group) {
-  return reinterpret_cast<const uint16_t*>(group.scales);
-}
-
 QUIRE_INLINE const RowGroup& RowGroupAt(const QuantisedTile& tile, const WeightGroup& group,
                                         int row) {
   return tile.groups[group.index + row * tile.group_count];
@@ -103,24 +89,7 @@ QUIRE_INLINE void BeginSums(const QuantisedTile& tile, const WeightGroup& group,
   }
 }
 
-// The words of a group's block: of blocks of 32 beside it, of those of 128 before both of a run.
-template <WeightFormat kFormat>
-QUIRE_INLINE VI WordsOf(const WeightGroup& group) {
-  if constexpr (IsWide(kFormat)) {
-    const int64_t block = group.index % kSuperGroups / (kSuperGroups / 2);
-    return LoadWords(reinterpret_cast<const std::byte*>(group.supers) + block * 64);
-  } else {
-    return LoadWords(group.scales);
-  }
-}
-
 // As BeginSums, where each output has an offset of its own, beside 2^kBits of raised codes.
-template <WeightFormat kFormat, int kBits>
-QUIRE_INLINE VI ZerosOf(const WeightGroup& group) {
-  constexpr int kOffset = (kBits == 0 ? 0 : 1 << kBits) - kZeroRaised;
-  const VI zeros = AndInts(WordsOf<kFormat>(group), static_cast<int32_t>(kZeroBits));
-  return AddInts(zeros, SetInts(kOffset));
-}
 template <WeightFormat kFormat, int kRows, int kBits>
 QUIRE_INLINE void BeginSumsWithZeros(const QuantisedTile& tile, const WeightGroup& group, VI* sum) {
   const VI offsets = ZerosOf<kFormat, kBits>(group);
@@ -159,35 +128,6 @@ QUIRE_INLINE void AddBytes(const QuantisedTile& tile, const WeightGroup& group, 
   }
 }
 
-// The fifth bits of a group's codes, bytes; of 4-bit codes, which have none, not used.
-template <WeightFormat kFormat>
-QUIRE_INLINE VB FifthBits(const WeightGroup& group) {
-  constexpr bool kHasFifth = LayoutOf(kFormat).codes == CodeBits::kFive;
-  return LoadBytes(group.codes + (kHasFifth ? 256 : 0));
-}
-
-// Quad kQuad of the lower and of the upper 16 inputs of 4-bit and 5-bit codes: the codes, or what
-// they stand for.
-struct NibbleQuad {
-  VB low;
-  VB high;
-};
-template <WeightFormat kFormat, int kQuad>
-QUIRE_INLINE NibbleQuad NibblesOf(const WeightGroup& group, VB fifth) {
-  constexpr WeightLayout kLayout = LayoutOf(kFormat);
-  const VB both = LoadBytes(group.codes + kQuad * 64);
-  VB low = AndBytes(both, 15);
-  VB high = AndBytes(ShiftRight<4>(both), 15);
-  if constexpr (kLayout.codes == CodeBits::kFive) {
-    low = OrBytes(low, AndBytes(ShiftLeft<4 - kQuad>(fifth), 16));
-    high = OrBytes(high, AndBytes(ShiftRight<kQuad>(fifth), 16));
-  }
-  if constexpr (kLayout.values != nullptr) {
-    return {LookUp(kLayout.values, low), LookUp(kLayout.values, high)};
-  }
-  return {low, high};
-}
-
 template <WeightFormat kFormat, int kQuad, int kRows>
 QUIRE_INLINE void AddNibbleQuad(const QuantisedTile& tile, const WeightGroup& group, VB fifth,
                                 VI* sum) {
@@ -218,34 +158,6 @@ QUIRE_INLINE void AddNibbles(const QuantisedTile& tile, const WeightGroup& group
   AddNibbleQuad<kFormat, 1, kRows>(tile, group, fifth, sum);
   AddNibbleQuad<kFormat, 2, kRows>(tile, group, fifth, sum);
   AddNibbleQuad<kFormat, 3, kRows>(tile, group, fifth, sum);
-}
-
-template <WeightFormat kFormat>
-QUIRE_INLINE VF ScaleOf(const WeightGroup& group) {
-  constexpr BlockScales kScales = LayoutOf(kFormat).scales;
-  if constexpr (kScales == BlockScales::kOwn || kScales == BlockScales::kOwnWithSummand) {
-    return LoadF16(F16Scales(group));
-  } else if constexpr (kScales == BlockScales::kPowerOfTwo) {
-    return LoadBits16AsHigh(F16Scales(group));
-  } else if constexpr (kScales == BlockScales::kWord) {
-    return BitsAsF32(WordsOf<kFormat>(group));
-  } else if constexpr (kScales == BlockScales::kWordWithZero) {
-    return BitsAsF32(AndInts(WordsOf<kFormat>(group), static_cast<int32_t>(~kZeroBits)));
-  } else if constexpr (kScales == BlockScales::kPairs) {
-    return Mul(LoadF16(group.supers), SumsToF32(LoadUint8s(group.scales)));
-  } else {
-    return Mul(LoadF16(group.supers), SumsToF32(LoadInt8s(group.scales)));
-  }
-}
-
-template <WeightFormat kFormat>
-QUIRE_INLINE VF SummandOf(const WeightGroup& group) {
-  if constexpr (LayoutOf(kFormat).scales == BlockScales::kOwnWithSummand) {
-    return LoadF16(F16Scales(group) + kStripOutputs);
-  } else {
-    return Mul(Sub(Zero(), LoadF16(group.supers + kStripOutputs)),
-               SumsToF32(LoadUint8s(group.scales + kStripOutputs)));
-  }
 }
 
 // The second step of formats whose weights have a summand: fma(scale * sum of the row's codes,
@@ -290,45 +202,14 @@ struct PlainWeights {
   }
 };
 
-// Bits that begin at kFrom moved so that they begin at kTo; the caller masks all others.
-template <int kFrom, int kTo>
-QUIRE_INLINE VB MoveBits(VB bytes) {
-  if constexpr (kFrom <= kTo) return ShiftLeft<kTo - kFrom>(bytes);
-  if constexpr (kFrom > kTo) return ShiftRight<kFrom - kTo>(bytes);
-}
-
 // Formats whose groups have a scale for each half.
 template <WeightFormat kWeights>
-struct HalvesWeights {
+struct HalvesWeights : HalfGroups<kWeights> {
+  using Groups = HalfGroups<kWeights>;
+  using Groups::kHasLeasts;
   static constexpr WeightFormat kFormat = kWeights;
   static constexpr WeightLayout kLayout = LayoutOf(kWeights);
-  static constexpr bool kHasNibbles = kLayout.codes == CodeBits::kSix;
-  static constexpr bool kHasLeasts = kLayout.scales == BlockScales::kHalfPairs;
   static constexpr int kMostRows = 8;
-
-  // Bits of a half's codes that stand two by two, and the third bits of the group's.
-  template <int kHalf>
-  QUIRE_INLINE VB PairBits(const std::byte* codes) {
-    return LoadBytes(codes + (kHasNibbles ? 256 : 0) + kHalf * 64);
-  }
-  QUIRE_INLINE VB SingleBits(const std::byte* codes) {
-    return LoadBytes(codes + (kLayout.codes == CodeBits::kThree ? 128 : 0));
-  }
-
-  // Quad kQuad of a half, as numbers from 0 on.
-  template <int kHalf, int kQuad>
-  QUIRE_INLINE VB Codes(const std::byte* codes, VB pairs, VB singles) {
-    if constexpr (kHasNibbles) {
-      const VB both = LoadBytes(codes + kQuad * 64);
-      const VB nibbles = AndBytes(kHalf == 0 ? both : ShiftRight<4>(both), 15);
-      return OrBytes(nibbles, AndBytes(MoveBits<2 * kQuad, 4>(pairs), 0x30));
-    } else if constexpr (kLayout.codes == CodeBits::kThree) {
-      return OrBytes(AndBytes(MoveBits<2 * kQuad, 0>(pairs), 3),
-                     AndBytes(MoveBits<4 * kHalf + kQuad, 2>(singles), 4));
-    } else {
-      return AndBytes(MoveBits<2 * kQuad, 0>(pairs), 3);
-    }
-  }
 
   template <int kRows, int kQuad>
   QUIRE_INLINE void AddQuad(const QuantisedTile& tile, VB w, const int8_t* x, VI* sum) {
@@ -336,13 +217,6 @@ struct HalvesWeights {
     for (int r = 0; r < kRows; ++r) {
       sum[r] = DotUnsigned(sum[r], w, x + r * tile.code_stride + kQuad * 4);
     }
-  }
-
-  template <int kHalf>
-  QUIRE_INLINE VI ScaleOfHalf(const WeightGroup& group) {
-    const std::byte* const scales = group.scales + kHalf * kStripOutputs;
-    if constexpr (kHasLeasts) return AndInts(LoadUint8s(scales), 15);
-    return LoadInt8s(scales);
   }
 
   // The integer sums of 16 inputs times their scale.
@@ -355,13 +229,13 @@ struct HalvesWeights {
       const VI minus = SetInts(RowGroupAt(tile, group, r).minus_half[kHalf]);
       sum[r] = kLayout.offset_bits == 0 ? SetInts(0) : ShiftInts<kLayout.offset_bits>(minus);
     }
-    const VB pairs = PairBits<kHalf>(codes);
-    const VB singles = SingleBits(codes);
-    AddQuad<kRows, 0>(tile, Codes<kHalf, 0>(codes, pairs, singles), x, sum);
-    AddQuad<kRows, 1>(tile, Codes<kHalf, 1>(codes, pairs, singles), x, sum);
-    AddQuad<kRows, 2>(tile, Codes<kHalf, 2>(codes, pairs, singles), x, sum);
-    AddQuad<kRows, 3>(tile, Codes<kHalf, 3>(codes, pairs, singles), x, sum);
-    const VI scale = ScaleOfHalf<kHalf>(group);
+    const VB pairs = Groups::template PairBits<kHalf>(codes);
+    const VB singles = Groups::SingleBits(codes);
+    AddQuad<kRows, 0>(tile, Groups::template Codes<kHalf, 0>(codes, pairs, singles), x, sum);
+    AddQuad<kRows, 1>(tile, Groups::template Codes<kHalf, 1>(codes, pairs, singles), x, sum);
+    AddQuad<kRows, 2>(tile, Groups::template Codes<kHalf, 2>(codes, pairs, singles), x, sum);
+    AddQuad<kRows, 3>(tile, Groups::template Codes<kHalf, 3>(codes, pairs, singles), x, sum);
+    const VI scale = Groups::template ScaleOfHalf<kHalf>(group);
     QUIRE_UNROLL
     for (int r = 0; r < kRows; ++r) sum[r] = MulInts(sum[r], scale);
   }
@@ -397,15 +271,9 @@ struct HalvesWeights {
   }
 };
 
-// Asks for what comes some steps behind `at`.
-QUIRE_INLINE void FetchAhead(const std::byte* at, int64_t bytes, const StreamPrefetch& prefetch) {
-  const char* const ahead = reinterpret_cast<const char*>(at) + prefetch.bytes_ahead;
-  if (prefetch.into_l1) {
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line, 0, 3);
-  } else {
-    for (int64_t line = 0; line < bytes; line += 64) PrefetchL2(ahead + line);
-  }
-}
+template <WeightFormat kFormat>
+using WeightsOf =
+    std::conditional_t<HasHalves(kFormat), HalvesWeights<kFormat>, PlainWeights<kFormat>>;
 
 // Both groups of a pair, or the first alone.
 template <class W, int kRows>
@@ -591,52 +459,11 @@ static void RunStrips(const QuantisedWork& work) {
   }
 }
 
-static void RunStripsOf(const QuantisedWork& work) {
-  switch (work.part->format) {
-    case WeightFormat::kQ8_0:
-      return RunStrips<PlainWeights<WeightFormat::kQ8_0>>(work);
-    case WeightFormat::kQ4_0:
-      return RunStrips<PlainWeights<WeightFormat::kQ4_0>>(work);
-    case WeightFormat::kQ4_1:
-      return RunStrips<PlainWeights<WeightFormat::kQ4_1>>(work);
-    case WeightFormat::kQ5_0:
-      return RunStrips<PlainWeights<WeightFormat::kQ5_0>>(work);
-    case WeightFormat::kQ5_1:
-      return RunStrips<PlainWeights<WeightFormat::kQ5_1>>(work);
-    case WeightFormat::kIQ4_NL:
-      return RunStrips<PlainWeights<WeightFormat::kIQ4_NL>>(work);
-    case WeightFormat::kMXFP4:
-      return RunStrips<PlainWeights<WeightFormat::kMXFP4>>(work);
-    case WeightFormat::kQ4_K:
-      return RunStrips<PlainWeights<WeightFormat::kQ4_K>>(work);
-    case WeightFormat::kQ5_K:
-      return RunStrips<PlainWeights<WeightFormat::kQ5_K>>(work);
-    case WeightFormat::kQ6_K:
-      return RunStrips<HalvesWeights<WeightFormat::kQ6_K>>(work);
-    case WeightFormat::kIQ4_XS:
-      return RunStrips<PlainWeights<WeightFormat::kIQ4_XS>>(work);
-    case WeightFormat::kQ3_K:
-      return RunStrips<HalvesWeights<WeightFormat::kQ3_K>>(work);
-    case WeightFormat::kQ2_K:
-      return RunStrips<HalvesWeights<WeightFormat::kQ2_K>>(work);
-    case WeightFormat::kI8G:
-      return RunStrips<PlainWeights<WeightFormat::kI8G>>(work);
-    case WeightFormat::kI8Z:
-      return RunStrips<PlainWeights<WeightFormat::kI8Z>>(work);
-    case WeightFormat::kI4G:
-      return RunStrips<PlainWeights<WeightFormat::kI4G>>(work);
-    case WeightFormat::kI4Z:
-      return RunStrips<PlainWeights<WeightFormat::kI4Z>>(work);
-    case WeightFormat::kI8GWide:
-      return RunStrips<PlainWeights<WeightFormat::kI8GWide>>(work);
-    case WeightFormat::kI8ZWide:
-      return RunStrips<PlainWeights<WeightFormat::kI8ZWide>>(work);
-    case WeightFormat::kI4GWide:
-      return RunStrips<PlainWeights<WeightFormat::kI4GWide>>(work);
-    case WeightFormat::kI4ZWide:
-      return RunStrips<PlainWeights<WeightFormat::kI4ZWide>>(work);
-  }
-}
+struct StripsRun {
+  using Function = void (*)(const QuantisedWork&);
+  template <WeightFormat kFormat>
+  static constexpr Function kOf = RunStrips<WeightsOf<kFormat>>;
+};
 
 // Strips are counted through all parts.
 static void QuantisedLinearTask(void* context, int64_t index, int) {
@@ -657,7 +484,7 @@ static void QuantisedLinearTask(void* context, int64_t index, int) {
     work.part = &part;
     work.begin_strip = begin > 0 ? begin : 0;
     work.end_strip = end < strips ? end : strips;
-    if (work.begin_strip < work.end_strip) RunStripsOf(work);
+    if (work.begin_strip < work.end_strip) OfFormat<StripsRun>(part.format)(work);
     work.y += part.n;
     begin -= strips;
     end -= strips;

@@ -20,24 +20,12 @@ constexpr int64_t kSumTileBytes = kTileRows * kTileRowBytes;
 template <class W>
 struct TileParts {
   static constexpr WeightLayout kLayout = LayoutOf(W::kFormat);
-  static constexpr bool kHalves =
-      kLayout.scales == BlockScales::kHalves || kLayout.scales == BlockScales::kHalfPairs;
+  static constexpr bool kHalves = HasHalves(W::kFormat);
   static constexpr int kCount = kHalves ? 2 : 1;  // products of a group
   static constexpr int kInputs = static_cast<int>(kQuantGroup) / kCount;
   static constexpr int kStepGroups = kSumTiles / kCount;  // whose sums are in tiles together
   static constexpr bool kInPlace = kLayout.codes == CodeBits::kEight;
 };
-
-template <WeightFormat kFormat>
-QUIRE_INLINE WeightGroup GroupAt(const std::byte* strip, int64_t index) {
-  const std::byte* const run = strip + index / kSuperGroups * RunBytes(kFormat);
-  const int64_t in_run = index % kSuperGroups;
-  const std::byte* const pair = run + SuperScaleBytes(kFormat) + in_run / 2 * PairBytes(kFormat);
-  const std::byte* const codes = pair + 2 * GroupScaleBytes(kFormat);
-  const int64_t second = in_run % 2;
-  return {index, codes + second * GroupCodeBytes(kFormat), pair + second * GroupScaleBytes(kFormat),
-          reinterpret_cast<const uint16_t*>(run)};
-}
 
 // Groups [begin, end) of a strip.
 struct Stretch {

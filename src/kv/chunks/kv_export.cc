@@ -179,7 +179,8 @@ Result<Passport> CachePassport(const SequenceStates& states, Passport identity, 
       }
     }
     if (!states_path.empty()) path += (path.empty() ? "" : "+") + states_path;
-    identity.numerics = std::string(kKernelGeneration) + "/" + path + "/" + compute;
+    const std::string of_cache = std::string(kKernelGeneration) + "/" + path + "/" + compute;
+    identity.numerics = of_cache + (identity.numerics.empty() ? "" : "/") + identity.numerics;
     QUIRE_RETURN_IF_ERROR(identity.ToJson().status());
     return std::move(identity);
   });

@@ -95,7 +95,10 @@ void RowOps::Multiply(const LinearWeights& weights, Product product) const {
     product.y += piece.packed().n;
   }
   if (!weights.pieces().empty()) return;
-  if (!weights.quantised().empty()) return MultiplyQuantised(weights, product);
+  if (!weights.quantised().empty()) {
+    return activations_ == DType::kI8 ? MultiplyQuantised(weights, product)
+                                      : MultiplyWidened(weights, product);
+  }
   const LinearArgs args{.w = weights.packed(),
                         .row_count = product.row_count,
                         .x = product.x,
@@ -131,6 +134,28 @@ void RowOps::MultiplyQuantised(const LinearWeights& weights, Product product) co
   }
 }
 
+void RowOps::MultiplyWidened(const LinearWeights& weights, Product product) const {
+  for (const QuantisedLinear& part : weights.quantised()) {
+    const LinearArgs args{.w = {.dtype = activations_,
+                                .n = part.n,
+                                .k = part.k,
+                                .data = part.data,
+                                .bias = part.bias,
+                                .blocks = part.format,
+                                .input_order = part.input_order},
+                          .row_count = product.row_count,
+                          .x = product.x,
+                          .x_stride = part.k,
+                          .x_rounding = activations_,
+                          .y = product.y,
+                          .y_stride = product.y_stride,
+                          .accumulate = product.accumulate,
+                          .scratch = product.scratch};
+    backend_.linear(args, runner_);
+    product.y += part.n;
+  }
+}
+
 size_t RowOps::ScratchBytes(const LinearWeights& weights, int64_t row_count) const {
   size_t of_pieces = 0;
   for (const LinearWeights& piece : weights.pieces()) {
@@ -138,7 +163,9 @@ size_t RowOps::ScratchBytes(const LinearWeights& weights, int64_t row_count) con
   }
   if (!weights.pieces().empty()) return of_pieces;
   const PackedLinear& packed = weights.packed();
-  if (!weights.quantised().empty()) return backend_.quantised_scratch_bytes(row_count, packed.k);
+  if (!weights.quantised().empty() && activations_ == DType::kI8) {
+    return backend_.quantised_scratch_bytes(row_count, packed.k);
+  }
   return backend_.linear_scratch_bytes(row_count, packed.n, packed.k, runner_.worker_count());
 }
 

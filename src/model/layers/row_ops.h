@@ -36,9 +36,10 @@ struct HeadsView {
 
 class RowOps {
  public:
-  // `dtype`: kBF16 rounds what enters a product. The references outlive this.
-  RowOps(const Backend& backend, ParallelRunner& runner, DType dtype)
-      : backend_(backend), runner_(runner), dtype_(dtype) {}
+  // `dtype`: kBF16 rounds what enters a product. `activations`: as ModelOptions has them. The
+  // references outlive this.
+  RowOps(const Backend& backend, ParallelRunner& runner, DType dtype, DType activations)
+      : backend_(backend), runner_(runner), dtype_(dtype), activations_(activations) {}
 
   const Backend& backend() const { return backend_; }
   ParallelRunner& runner() const { return runner_; }
@@ -79,12 +80,15 @@ class RowOps {
 
   void Multiply(const LinearWeights& weights, Product product) const;
   void MultiplyQuantised(const LinearWeights& weights, Product product) const;
+  // The same where rows stay numbers.
+  void MultiplyWidened(const LinearWeights& weights, Product product) const;
   // The scratch memory for a product on one worker.
   size_t SerialScratchBytes(const LinearWeights& weights, int64_t row_count) const;
 
   const Backend& backend_;
   ParallelRunner& runner_;
   const DType dtype_;
+  const DType activations_;
 };
 
 }  // namespace quire

@@ -392,9 +392,11 @@ void PackTestModel(const TestFolder& folder, DType dtype, const TestFolder& pack
 
 std::unique_ptr<Model> LoadTestModel(const TestFolder& folder, DType dtype,
                                      const std::string& kernel_path,
-                                     std::shared_ptr<ParallelRunner> runner) {
-  auto model = Model::Load(
-      folder.path(), {.dtype = dtype, .kernel_path = kernel_path, .runner = std::move(runner)});
+                                     std::shared_ptr<ParallelRunner> runner, DType activations) {
+  auto model = Model::Load(folder.path(), {.dtype = dtype,
+                                           .activations = activations,
+                                           .kernel_path = kernel_path,
+                                           .runner = std::move(runner)});
   EXPECT_TRUE(model.ok()) << model.status().ToString();
   return model.ok() ? *std::move(model) : nullptr;
 }

@@ -46,7 +46,8 @@ void PackTestModel(const TestFolder& folder, DType dtype, const TestFolder& pack
 
 std::unique_ptr<Model> LoadTestModel(const TestFolder& folder, DType dtype,
                                      const std::string& kernel_path = "",
-                                     std::shared_ptr<ParallelRunner> runner = nullptr);
+                                     std::shared_ptr<ParallelRunner> runner = nullptr,
+                                     DType activations = DType::kI8);
 
 struct TestCacheOptions {
   int64_t page_size = 16;

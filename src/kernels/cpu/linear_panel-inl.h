@@ -1,0 +1,31 @@
+// Panels: the numbers of codes of weights, of some inputs and a block of outputs, in the order in
+// which tiles of rows read them. Included by linear-inl.h.
+
+// Inputs of a panel: 16 KiB of float32. Whole chunks of the tile unit.
+constexpr int64_t kPartInputs = 128;
+constexpr int64_t kPartFloats = kPartInputs * kOutputBlock;
+// Chains of all rows follow the panel.
+static_assert(kPartFloats + kMaxBlockTiles * kMaxTileRows * kOutputBlock <= kPanelFloats);
+
+// Numbers as float32, [input][32].
+struct SinglePanel {
+  using Element = float;
+  QUIRE_INLINE float* AtOutput(float* panel, int64_t output) { return panel + output; }
+  QUIRE_INLINE void StorePair(float* panel, int64_t pair, int64_t output, WidePair numbers) {
+    float* const to = panel + 2 * pair * kOutputBlock + output;
+    Store(to, numbers.even);
+    Store(to + kOutputBlock, numbers.odd);
+  }
+};
+#if defined(QUIRE_SIMD_BF16) || defined(QUIRE_SIMD_TILES)
+// As pairs of bfloat16, [pair][32][2]. REQUIRES: they are such numbers.
+struct PairPanel {
+  using Element = uint16_t;
+  QUIRE_INLINE uint16_t* AtOutput(uint16_t* panel, int64_t output) { return panel + 2 * output; }
+  QUIRE_INLINE void StorePair(uint16_t* panel, int64_t pair, int64_t output, WidePair numbers) {
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(numbers.even), 16);
+    const __m512i high = _mm512_castps_si512(numbers.odd);
+    _mm512_storeu_si512(panel + 2 * (pair * kOutputBlock + output), _mm512_or_si512(high, low));
+  }
+};
+#endif
