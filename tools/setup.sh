@@ -106,6 +106,14 @@ missing_aarch64_packages() {
   [[ -e /usr/lib/aarch64-linux-gnu/libgtest.a ]] || echo libgtest-dev:arm64
 }
 
+# The step run-aarch64 of ./test: a Debian for arm64, and what runs its programs.
+missing_run_aarch64_packages() {
+  missing_test_packages
+  command -v aarch64-linux-gnu-g++ >/dev/null || echo g++-aarch64-linux-gnu
+  command -v qemu-aarch64-static >/dev/null || echo qemu-user-static
+  command -v debootstrap >/dev/null || echo debootstrap
+}
+
 # The step numa of ./test: a machine with two NUMA nodes.
 missing_numa_packages() {
   missing_test_packages
@@ -118,7 +126,7 @@ missing_docs_packages() {
   command -v doxygen >/dev/null || echo doxygen
 }
 
-# install_system run|test|soak|aarch64|numa|docs
+# install_system run|test|soak|aarch64|run_aarch64|numa|docs
 install_system() {
   local packages as_root=()
   mapfile -t packages < <("missing_$1_packages" | sort -u)

@@ -39,6 +39,19 @@ _LATENT = _SPARSE | {
     "kv_a_layernorm": "attn_kv_a_norm",
     "kv_b_proj": "attn_kv_b",
 }
+_HYBRID = _SPARSE | {
+    "post_attention_layernorm": "post_attention_norm",
+    "in_proj_qkvz": "ssm_in",
+    "in_proj_ba": "ssm_ba",
+    "conv1d": "ssm_conv1d",
+    "out_proj": "ssm_out",
+}
+# The last two parts of names that follow no rule, and GGUF's names.
+_RECURRENT = {
+    ("norm", "weight"): "ssm_norm.weight",
+    ("linear_attn", "A_log"): "ssm_a",
+    ("linear_attn", "dt_bias"): "ssm_dt.bias",
+}
 _EXPERTS = {
     "gate_proj": "ffn_gate_exps",
     "up_proj": "ffn_up_exps",
@@ -65,6 +78,10 @@ class Architecture:
     def is_gemma(self) -> bool:
         return self.gguf.startswith("gemma")
 
+    @property
+    def is_hybrid(self) -> bool:
+        return self.gguf == "qwen3next"
+
 
 # The name in config.json -> what it is.
 ARCHITECTURES = {
@@ -75,6 +92,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture("qwen3", _LLAMA),
     "Qwen2MoeForCausalLM": Architecture("qwen2moe", _SPARSE, _EXPERTS),
     "Qwen3MoeForCausalLM": Architecture("qwen3moe", _SPARSE, _EXPERTS),
+    "Qwen3NextForCausalLM": Architecture("qwen3next", _HYBRID, _EXPERTS),
     "DeepseekV2ForCausalLM": Architecture("deepseek2", _LATENT, _EXPERTS),
     "DeepseekV3ForCausalLM": Architecture("deepseek2", _LATENT, _EXPERTS),
     "Gemma2ForCausalLM": Architecture("gemma2", _GEMMA),
@@ -103,6 +121,9 @@ def gguf_name(name: str, architecture: Architecture) -> GgufName | None:
     prefix = f"blk.{layer}." if layer >= 0 else ""
     if (part, kind) == _CHOICE_BIAS and part in architecture.parts:
         return GgufName(f"{prefix}exp_probs_b.bias", part)
+    if architecture.is_hybrid and "linear_attn" in name.split(".") and (part, kind) in _RECURRENT:
+        gguf = _RECURRENT[part, kind]
+        return GgufName(prefix + gguf, gguf.partition(".")[0])
     known = architecture.parts if expert < 0 else architecture.experts
     if part not in known or (expert >= 0 and kind != "weight"):
         return None

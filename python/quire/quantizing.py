@@ -52,8 +52,11 @@ _OTHER_BYTES = 64 << 20  # the files beside the weights
 # Angles of the rotation, which old folders hold and the configuration says already.
 _COMPUTED = ".rotary_emb.inv_freq"
 # Matrices that stay as they are: those that choose experts, which few bits would send elsewhere,
-# and the one of latent attention that engines widen when they load it.
-_KEPT = ("gate", "shared_expert_gate", "kv_b_proj")
+# the one of latent attention that engines widen when they load it, and the small ones of recurrent
+# layers: what says how much a state takes and forgets, and the convolution.
+_KEPT = ("gate", "shared_expert_gate", "kv_b_proj", "in_proj_ba", "conv1d")
+# Layers of Qwen3-Next that predict several tokens, which engines do not read.
+_OF_SEVERAL_TOKENS = "mtp."
 # What a model that knows images has beside its text model.
 _OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 # What transformers takes for fields that the text model's object leaves out, as engines do.
@@ -90,6 +93,7 @@ class _Tensor:
     kind: str = ""  # of WEIGHTS; "": is not quantised
     head_rows: int = 0
     value_offset: float = 0.0  # added to each number
+    is_log: bool = False  # of rates, which GGUF has themselves, below zero
     scales: StoredTensor | None = None  # of float8 codes
     block: tuple[int, int] | None = None  # outputs and inputs with one of them
 
@@ -153,8 +157,8 @@ def quantize_model(
 
     Args:
         model_dir: a Hugging Face folder of Llama, Mistral, Mixtral, Qwen2, Qwen3 (also with
-            experts), Gemma 2, Gemma 3, Phi-3 or DeepSeek-V2 or V3, with safetensors in bfloat16,
-            float16 or float32, or in float8 (e4m3) with scales.
+            experts), Qwen3-Next, Gemma 2, Gemma 3, Phi-3 or DeepSeek-V2 or V3, with safetensors in
+            bfloat16, float16 or float32, or in float8 (e4m3) with scales.
         out_dir: must not exist, or be empty; it is there completely or not at all.
         weights: "q8" (Q8_0, 8.5 bits per weight), "q4" (Q4_0, 4.5 bits) or "q4k" (Q4_K, 4.5 bits
             and nearer to the weights; rows must be multiples of 256).
@@ -320,13 +324,15 @@ def _planned(tensor: _Tensor, architecture: Architecture, kind: str, heads: int)
             f"{tensor.path}: tensor {tensor.name} has {tensor.rows} rows, which are no "
             f"{heads} heads of pairs"
         )
-    # GGUF has what Gemma multiplies by, the checkpoint what it adds to 1.
-    is_shifted = architecture.is_gemma and tensor.part.endswith("norm")
+    # GGUF has what these models multiply by, the checkpoint what they add to 1.
+    is_shifted = architecture.is_gemma or architecture.is_hybrid
+    is_shifted = is_shifted and tensor.part.endswith("norm") and tensor.part != "ssm_norm"
     return dataclasses.replace(
         tensor,
         kind=kind,
         head_rows=tensor.rows // heads if heads else 0,
         value_offset=1.0 if is_shifted else 0.0,
+        is_log=tensor.part == "ssm_a",
     )
 
 
@@ -390,9 +396,13 @@ def _stored(
         is_of_images = bool(architecture.text_config) and name.startswith(_OF_IMAGES)
         if is_unused or is_of_images or name in names_of_scales:
             continue
+        if architecture.is_hybrid and name.startswith(_OF_SEVERAL_TOKENS):
+            continue
         if _is_behind_the_last_layer(name, config):
             continue
         place = gguf_name(name, architecture)
+        if place is not None and place.part == "conv1d":
+            stored = _convolution(stored)
         _check_can_be_quantised(stored, place is not None, name in scales)
         assert place is not None
         tensor = _Tensor(
@@ -416,6 +426,16 @@ def _is_behind_the_last_layer(name: str, config: dict[str, Any]) -> bool:
     layer = name.partition(".layers.")[2].partition(".")[0]
     is_number = layer.isascii() and layer.isdigit() and len(layer) < 10
     return is_number and isinstance(count, int) and int(layer) >= count
+
+
+def _convolution(stored: StoredTensor) -> StoredTensor:
+    """One with a row of taps for each channel has a 1 between the two, and GGUF has not."""
+    if len(stored.shape) != 3 or stored.shape[1] != 1:
+        raise errors.CorruptError(
+            f"{stored.path}: tensor {stored.name} has the shape {list(stored.shape)}, "
+            "not [channels, 1, taps]"
+        )
+    return dataclasses.replace(stored, shape=(stored.shape[0], stored.shape[2]))
 
 
 def _check_can_be_quantised(stored: StoredTensor, is_known: bool, has_scales: bool) -> None:
@@ -507,6 +527,8 @@ def _converted(tensor: _Tensor) -> Iterator[np.ndarray]:
             _check_values(tensor, values)
             if tensor.value_offset:
                 values = values + np.float32(tensor.value_offset)
+            if tensor.is_log:
+                values = -np.exp(values.astype(np.float64)).astype(np.float32)
             if tensor.head_rows:
                 values = _rotary_pairs(values, tensor.head_rows)
             if tensor.kind == "q4k":

@@ -331,6 +331,63 @@ def test_layers_that_predict_several_tokens_are_left_out(tmp_path):
     assert not [name for name in stored(made) if name.startswith("blk.2")]
 
 
+HYBRID = {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 1}
+LINEAR = "model.layers.0.linear_attn"
+
+
+def of_recurrence() -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(5)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, 64),
+        "model.norm.weight": (64,),
+        f"{LINEAR}.A_log": (4,),
+        f"{LINEAR}.dt_bias": (4,),
+        f"{LINEAR}.conv1d.weight": (96, 1, 4),
+        f"{LINEAR}.norm.weight": (8,),
+        f"{LINEAR}.in_proj_qkvz.weight": (128, 64),
+        f"{LINEAR}.in_proj_ba.weight": (8, 64),
+        f"{LINEAR}.out_proj.weight": (64, 32),
+    }
+    return {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def test_recurrent_layers_keep_their_small_tensors(tmp_path):
+    """Layers that predict several tokens have a name of their own, and are left out."""
+    values = of_recurrence()
+    whole = values | {"mtp.fc.weight": np.ones((3, 5), np.float32)}
+    source = write_folder(tmp_path / "source", whole, HYBRID)
+    found = stored(quantize_model(source, tmp_path / "made", weights="q4"))
+    types = {name: tensor.tensor_type.name for name, tensor in found.items()}
+    assert types == {
+        "token_embd.weight": "Q8_0",
+        "output_norm.weight": "F32",
+        "blk.0.ssm_a": "F32",
+        "blk.0.ssm_dt.bias": "F32",
+        "blk.0.ssm_conv1d.weight": "F32",
+        "blk.0.ssm_norm.weight": "F32",
+        "blk.0.ssm_in.weight": "Q4_0",
+        "blk.0.ssm_ba.weight": "F32",
+        "blk.0.ssm_out.weight": "Q4_0",
+    }
+    expected = {
+        "output_norm.weight": 1 + values["model.norm.weight"],
+        "blk.0.ssm_a": -np.exp(values[f"{LINEAR}.A_log"].astype(float)).astype(np.float32),
+        "blk.0.ssm_norm.weight": values[f"{LINEAR}.norm.weight"],
+        "blk.0.ssm_conv1d.weight": values[f"{LINEAR}.conv1d.weight"][:, 0],
+        "blk.0.ssm_ba.weight": values[f"{LINEAR}.in_proj_ba.weight"],
+    }
+    for name, value in expected.items():
+        assert np.array_equal(found[name].data, value), name
+
+
+@pytest.mark.parametrize("shape", [(96, 2, 4), (96, 4), (96,)])
+def test_a_convolution_of_another_shape_is_refused(tmp_path, shape):
+    values = of_recurrence() | {f"{LINEAR}.conv1d.weight": np.ones(shape, np.float32)}
+    source = write_folder(tmp_path / "source", values, HYBRID)
+    with pytest.raises(quire.CorruptError, match=r"conv1d.weight has the shape .* not \[channels"):
+        quantize_model(source, tmp_path / "made")
+
+
 MLP = "model.layers.1.mlp"
 ONE = f"{MLP}.experts.1.up_proj.weight"
 

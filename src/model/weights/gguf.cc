@@ -124,20 +124,36 @@ constexpr NamePair kMamba2Names[] = {{"attn_norm", "norm"},
                                      {"ssm_conv1d", "mixer.conv1d"},
                                      {"ssm_norm", "mixer.norm"},
                                      {"ssm_out", "mixer.out_proj"}};
+constexpr NamePair kQwen3NextNames[] = {{"post_attention_norm", "post_attention_layernorm"},
+                                        {"ssm_in", "linear_attn.in_proj_qkvz"},
+                                        {"ssm_ba", "linear_attn.in_proj_ba"},
+                                        {"ssm_conv1d", "linear_attn.conv1d"},
+                                        {"ssm_norm", "linear_attn.norm"},
+                                        {"ssm_out", "linear_attn.out_proj"}};
 // Names, each with all that stands behind the layer, that become whole names.
 constexpr NamePair kWholeNames[] = {{"exp_probs_b.bias", "mlp.gate.e_score_correction_bias"},
                                     {"ssm_dt.bias", "mixer.dt_bias"},
                                     {"ssm_a", "mixer.A"},
                                     {"ssm_d", "mixer.D"}};
+constexpr NamePair kQwen3NextWholeNames[] = {{"ssm_dt.bias", "linear_attn.dt_bias"},
+                                             {"ssm_a", "linear_attn.A"}};
 // Norms around attention and MLP.
 constexpr NamePair kGemmaNames[] = {{"post_attention_norm", "post_attention_layernorm"},
                                     {"ffn_norm", "pre_feedforward_layernorm"},
                                     {"post_ffw_norm", "post_feedforward_layernorm"}};
-constexpr std::string_view kArchitectures[] = {"llama",     "qwen2", "qwen3",    "gemma2",
-                                               "gemma3",    "phi3",  "qwen2moe", "qwen3moe",
-                                               "deepseek2", "mamba2"};
+constexpr std::string_view kArchitectures[] = {"llama",     "qwen2",  "qwen3",    "gemma2",
+                                               "gemma3",    "phi3",   "qwen2moe", "qwen3moe",
+                                               "deepseek2", "mamba2", "qwen3next"};
 
 bool IsGemma(std::string_view architecture) { return architecture.starts_with("gemma"); }
+
+// Converters add the 1 that these models add to the weights of norms.
+bool HasShiftedNorm(std::string_view architecture, std::string_view tensor) {
+  if (!tensor.ends_with("norm.weight")) return false;
+  // The norm of what recurrent layers give has no 1.
+  return IsGemma(architecture) ||
+         (architecture == "qwen3next" && !tensor.ends_with("ssm_norm.weight"));
+}
 
 // A tensor's name cut at dots: [blk.LAYER.]part[.(weight|bias)].
 struct GgufName {
@@ -183,6 +199,7 @@ const NamePair* FindPart(std::string_view architecture, const GgufName& name) {
   if (architecture == "llama") own = kMixtralNames;
   if (architecture == "phi3") own = kPhi3Names;
   if (architecture == "deepseek2") own = kDeepseekNames;
+  if (architecture == "qwen3next") own = kQwen3NextNames;
   const NamePair* const found = FindAmong(own, name.part);
   return found != nullptr ? found : FindAmong(kLayerNames, name.part);
 }
@@ -210,7 +227,9 @@ std::string NameInCheckpoint(std::string_view architecture, std::string_view sto
   const std::optional<GgufName> name = Split(stored);
   if (!name) return std::string(stored);
   const std::string prefix = name->layer.empty() ? "" : LayerName(architecture, *name);
-  const NamePair* const whole = FindAmong(kWholeNames, name->whole);
+  std::span<const NamePair> whole_names = kWholeNames;
+  if (architecture == "qwen3next") whole_names = kQwen3NextWholeNames;
+  const NamePair* const whole = FindAmong(whole_names, name->whole);
   if (whole != nullptr && !prefix.empty()) return prefix + std::string(whole->name);
   const NamePair* const found = FindPart(architecture, *name);
   if (found == nullptr || name->kind.empty()) return std::string(stored);
@@ -410,8 +429,7 @@ class GgufParser {
     QUIRE_RETURN_IF_ERROR(Read(&type, what));
     QUIRE_RETURN_IF_ERROR(Read(&offset, what));
     tensor.name = NameInCheckpoint(metadata_.architecture, name);
-    // Converters add the 1 that these models add to the weights of all norms.
-    if (IsGemma(metadata_.architecture) && name.ends_with("norm.weight")) tensor.value_offset = -1;
+    if (HasShiftedNorm(metadata_.architecture, name)) tensor.value_offset = -1;
     tensor.format = WeightFormatOfGguf(type);
     tensor.type_name = tensor.format ? WeightFormatName(*tensor.format) : TypeOf(type).name;
     tensor.dtype = TypeOf(type).dtype;

@@ -188,6 +188,37 @@ TEST(Gguf, Mamba2HasNamesAndShapesOfItsOwn) {
   EXPECT_EQ(shape("blk.2.ssm_b"), std::vector<int64_t>{8});
 }
 
+TEST(Gguf, Qwen3NextHasNamesAndNormsOfItsOwn) {
+  File file;
+  file.metadata = {TextEntry("general.architecture", "qwen3next")};
+  file.tensors = {{"output_norm.weight", {8}, kF32Type, 0},
+                  {"blk.2.post_attention_norm.weight", {8}, kF32Type, 32},
+                  {"blk.2.ssm_a", {8}, kF32Type, 64},
+                  {"blk.2.ssm_dt.bias", {8}, kF32Type, 96},
+                  {"blk.2.ssm_conv1d.weight", {4, 8}, kF32Type, 128},
+                  {"blk.2.ssm_norm.weight", {8}, kF32Type, 256},
+                  {"blk.2.ssm_in.weight", {32, 2}, kQ4Type, 288},
+                  {"blk.2.ssm_ba.weight", {8, 2}, kF32Type, 352},
+                  {"blk.2.ssm_out.weight", {32, 2}, kQ4Type, 416}};
+  file.data_bytes = 480;
+  const auto stored = Parse(file.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  const auto offset = [&](const std::string& name) {
+    const StoredTensor* const tensor = stored->Find("model." + name);
+    return tensor == nullptr ? 9 : tensor->value_offset;
+  };
+  EXPECT_EQ(offset("norm.weight"), -1);
+  EXPECT_EQ(offset("layers.2.post_attention_layernorm.weight"), -1);
+  const std::string mixer = "layers.2.linear_attn.";
+  for (const char* const name : {"norm.weight", "A", "dt_bias", "conv1d.weight",
+                                 "in_proj_qkvz.weight", "in_proj_ba.weight", "out_proj.weight"}) {
+    EXPECT_EQ(offset(mixer + name), 0) << name;
+  }
+  EXPECT_EQ(stored->Find("model." + mixer + "conv1d.weight")->shape,
+            (std::vector<int64_t>{8, 1, 4}));
+  EXPECT_EQ(stored->Find("model." + mixer + "in_proj_qkvz.weight")->format, WeightFormat::kQ4_0);
+}
+
 File FileOfExperts() {
   File file;
   file.metadata = {TextEntry("general.architecture", "qwen2moe"),

@@ -13,13 +13,17 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import quire
 import torch
 import transformers
+from gguf import GGMLQuantizationType, GGUFReader, quants
+from quire import quantizing
 from quire.embedded import embedded_model_dir
+from safetensors.numpy import load_file, save_file
 
 # One thread: torch's workers spin while they wait, which takes the cores from everything else on a
 # busy machine.
@@ -595,6 +599,57 @@ def test_every_kernel_path_keeps_the_bound(tmp_path, path):
     with quire.Engine(tmp_path, dtype="float32", threads=1, kernel_path=path) as engine:
         assert engine.info.kernel_path == path
         assert np.abs(engine.logits(ids) - expected).max() <= bound
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("qwen3-next")])
+def test_what_quantize_does_not_quantise_is_the_model(tmp_path, monkeypatch, name):
+    """Here that is all: names, norms, rates and convolutions become those of the file and back."""
+    kind, options = CASES[name]
+    model = random_model(kind, options, seed=14)
+    model.save_pretrained(tmp_path / "source")
+    monkeypatch.setattr(quantizing._Kinds, "of", lambda kinds, tensor: "")
+    made = quantizing.quantize_model(tmp_path / "source", tmp_path / "made")
+    ids = random_ids(70, seed=11)
+    expected, bound = Reference(model).logits_and_bound(ids)
+    with quire.Engine(made, dtype="float32", threads=1) as engine:
+        assert np.abs(engine.logits(ids) - expected).max() <= bound
+
+
+KEPT = ("mlp.gate.", "shared_expert_gate.", "in_proj_ba.", "conv1d.")
+
+
+@pytest.mark.parametrize("weights, kind", [("q8", "Q8_0"), ("q4", "Q4_0")])
+def test_a_quantised_hybrid_is_near_a_model_of_its_numbers(tmp_path, weights, kind):
+    options = CASES["qwen3-next"][1] | dict(
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+        num_experts_per_tok=6,  # all: a token that another expert gets is far away
+    )
+    source, plain = tmp_path / "source", tmp_path / "plain"
+    random_model("Qwen3Next", options, seed=15).save_pretrained(source)
+    made = quantizing.quantize_model(
+        source, tmp_path / "made", weights=weights, embeddings=weights
+    )
+    shutil.copytree(source, plain)
+    tensors = load_file(source / "model.safetensors")
+    gguf_type = GGMLQuantizationType[kind]
+    for name, value in tensors.items():
+        if value.ndim == 2 and not any(part in name for part in KEPT):
+            tensors[name] = quants.dequantize(quants.quantize(value, gguf_type), gguf_type)
+    save_file(tensors, plain / "model.safetensors")
+    stored = {tensor.tensor_type.name for tensor in GGUFReader(made / "model.gguf").tensors}
+    assert stored == {"F32", kind}
+    ids = random_ids(70, seed=12)
+    packed = quire.pack_model(made, tmp_path / "packed", dtype="float32")
+    logits = []
+    for folder, chunk in ((made, 70), (plain, 70), (made, 24), (packed, 70)):
+        with quire.Engine(folder, dtype="float32", threads=1, prefill_chunk=chunk) as engine:
+            logits.append(engine.logits(ids))
+    ours, expected, *same = logits
+    for other in same:
+        np.testing.assert_array_equal(other, ours)
+    # Activations have 8 bits beside quantised weights, and these layers pass errors on.
+    assert np.square(ours - expected).mean() < 0.15**2 * np.square(expected).mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
