@@ -11,12 +11,16 @@ struct CodeNumbers {
 };
 
 // kRounded: to bfloat16, else they are float32.
-template <WeightFormat kFormat, bool kRounded>
+template <class Panel, bool kRounded, WeightFormat kFormat>
 struct BlockNumbers {
+  using Element = typename Panel::Element;
   static constexpr WeightLayout kLayout = LayoutOf(kFormat);
   static constexpr bool kHasZero =
       kLayout.offset_bits != 0 || kLayout.scales == BlockScales::kWordWithZero;
   static constexpr bool kHasSummand = HasSummand(kFormat);
+  // Scales of float16 times integers.
+  static constexpr bool kAreNormal =
+      !HasWords(kFormat) && kLayout.scales != BlockScales::kPowerOfTwo;
 
   template <int kInput>
   QUIRE_INLINE VF Number(VB quad, const CodeNumbers& numbers) {
@@ -24,17 +28,19 @@ struct BlockNumbers {
     if constexpr (kHasZero) code = AddInts(code, numbers.minus_zero);
     VF number = Mul(SumsToF32(code), numbers.scale);
     if constexpr (kHasSummand) number = Add(number, numbers.summand);
-    return kRounded ? RoundToBF16(number) : number;
+    return number;
+  }
+
+  QUIRE_INLINE void Put(Element* panel, int64_t pair, WidePair numbers) {
+    if constexpr (kRounded)
+      return Panel::template StoreRounded<kAreNormal>(panel, pair, 0, numbers);
+    Panel::StorePair(panel, pair, 0, numbers);
   }
 
   // Four inputs of 16 outputs.
-  template <class Panel>
-  QUIRE_INLINE void StoreQuad(VB quad, const CodeNumbers& numbers, typename Panel::Element* panel,
-                              int64_t input) {
-    const WidePair first = {Number<0>(quad, numbers), Number<1>(quad, numbers)};
-    const WidePair second = {Number<2>(quad, numbers), Number<3>(quad, numbers)};
-    Panel::StorePair(panel, input / 2, 0, first);
-    Panel::StorePair(panel, input / 2 + 1, 0, second);
+  QUIRE_INLINE void StoreQuad(VB quad, const CodeNumbers& numbers, Element* panel, int64_t input) {
+    Put(panel, input / 2, {Number<0>(quad, numbers), Number<1>(quad, numbers)});
+    Put(panel, input / 2 + 1, {Number<2>(quad, numbers), Number<3>(quad, numbers)});
   }
 
   QUIRE_INLINE CodeNumbers NumbersOf(const WeightGroup& group) {
@@ -46,12 +52,12 @@ struct BlockNumbers {
     return numbers;
   }
 
-  template <class Panel, int kQuad>
+  template <int kQuad>
   QUIRE_INLINE void StoreNibbles(const WeightGroup& group, VB fifth, const CodeNumbers& numbers,
-                                 typename Panel::Element* panel) {
+                                 Element* panel) {
     const NibbleQuad quad = NibblesOf<kFormat, kQuad>(group, fifth);
-    StoreQuad<Panel>(quad.low, numbers, panel, 4 * kQuad);
-    StoreQuad<Panel>(quad.high, numbers, panel, 16 + 4 * kQuad);
+    StoreQuad(quad.low, numbers, panel, 4 * kQuad);
+    StoreQuad(quad.high, numbers, panel, 16 + 4 * kQuad);
   }
 
   template <int kHalf>
@@ -68,41 +74,40 @@ struct BlockNumbers {
     return numbers;
   }
 
-  template <class Panel, int kHalf>
-  QUIRE_INLINE void StoreHalf(const WeightGroup& group, typename Panel::Element* panel) {
+  template <int kHalf>
+  QUIRE_INLINE void StoreHalf(const WeightGroup& group, Element* panel) {
     using Groups = HalfGroups<kFormat>;
     const CodeNumbers numbers = NumbersOfHalf<kHalf>(group);
     const VB pairs = Groups::template PairBits<kHalf>(group.codes);
     const VB singles = Groups::SingleBits(group.codes);
     constexpr int64_t kFirst = 16 * kHalf;
-    StoreQuad<Panel>(Groups::template Codes<kHalf, 0>(group.codes, pairs, singles), numbers, panel,
-                     kFirst);
-    StoreQuad<Panel>(Groups::template Codes<kHalf, 1>(group.codes, pairs, singles), numbers, panel,
-                     kFirst + 4);
-    StoreQuad<Panel>(Groups::template Codes<kHalf, 2>(group.codes, pairs, singles), numbers, panel,
-                     kFirst + 8);
-    StoreQuad<Panel>(Groups::template Codes<kHalf, 3>(group.codes, pairs, singles), numbers, panel,
-                     kFirst + 12);
+    StoreQuad(Groups::template Codes<kHalf, 0>(group.codes, pairs, singles), numbers, panel,
+              kFirst);
+    StoreQuad(Groups::template Codes<kHalf, 1>(group.codes, pairs, singles), numbers, panel,
+              kFirst + 4);
+    StoreQuad(Groups::template Codes<kHalf, 2>(group.codes, pairs, singles), numbers, panel,
+              kFirst + 8);
+    StoreQuad(Groups::template Codes<kHalf, 3>(group.codes, pairs, singles), numbers, panel,
+              kFirst + 12);
   }
 
   // A group's 32 inputs of 16 outputs, at the first of both in the panel.
-  template <class Panel>
-  QUIRE_INLINE void StoreGroup(const WeightGroup& group, typename Panel::Element* panel) {
+  QUIRE_INLINE void StoreGroup(const WeightGroup& group, Element* panel) {
     if constexpr (HasHalves(kFormat)) {
-      StoreHalf<Panel, 0>(group, panel);
-      StoreHalf<Panel, 1>(group, panel);
+      StoreHalf<0>(group, panel);
+      StoreHalf<1>(group, panel);
     } else {
       const CodeNumbers numbers = NumbersOf(group);
       if constexpr (kLayout.codes == CodeBits::kEight) {
         for (int64_t quad = 0; quad < 8; ++quad) {
-          StoreQuad<Panel>(LoadBytes(group.codes + quad * 64), numbers, panel, 4 * quad);
+          StoreQuad(LoadBytes(group.codes + quad * 64), numbers, panel, 4 * quad);
         }
       } else {
         const VB fifth = FifthBits<kFormat>(group);
-        StoreNibbles<Panel, 0>(group, fifth, numbers, panel);
-        StoreNibbles<Panel, 1>(group, fifth, numbers, panel);
-        StoreNibbles<Panel, 2>(group, fifth, numbers, panel);
-        StoreNibbles<Panel, 3>(group, fifth, numbers, panel);
+        StoreNibbles<0>(group, fifth, numbers, panel);
+        StoreNibbles<1>(group, fifth, numbers, panel);
+        StoreNibbles<2>(group, fifth, numbers, panel);
+        StoreNibbles<3>(group, fifth, numbers, panel);
       }
     }
   }
@@ -127,8 +132,8 @@ struct StripWidening {
     for (int64_t g = 0; g < part.count / kQuantGroup; ++g) {
       const WeightGroup group = GroupAt<kFormat>(part.strip, first + g);
       if (part.streams && g % 2 == 0) FetchAhead(group.scales, PairBytes(kFormat), prefetch);
-      BlockNumbers<kFormat, kRounded>::template StoreGroup<Panel>(
-          group, panel + g * kQuantGroup * kOutputBlock);
+      BlockNumbers<Panel, kRounded, kFormat>::StoreGroup(group,
+                                                         panel + g * kQuantGroup * kOutputBlock);
     }
   }
   template <WeightFormat kFormat>
@@ -158,6 +163,8 @@ template <class Panel>
 static void WidenBlocks(const PackedLinear& w, int64_t output_block, int64_t begin, int64_t count,
                         bool streams, typename Panel::Element* panel) {
   const StripPart part = {nullptr, begin, count, streams};
-  if (w.dtype == DType::kBF16) return WidenStrips<Panel, true>(w, output_block, part, panel);
-  WidenStrips<Panel, false>(w, output_block, part, panel);
+  if constexpr (!Panel::kIsBF16) {
+    if (w.dtype != DType::kBF16) return WidenStrips<Panel, false>(w, output_block, part, panel);
+  }
+  WidenStrips<Panel, true>(w, output_block, part, panel);
 }

@@ -10,22 +10,43 @@ static_assert(kPartFloats + kMaxBlockTiles * kMaxTileRows * kOutputBlock <= kPan
 // Numbers as float32, [input][32].
 struct SinglePanel {
   using Element = float;
+  static constexpr bool kIsBF16 = false;  // of no other numbers
   QUIRE_INLINE float* AtOutput(float* panel, int64_t output) { return panel + output; }
   QUIRE_INLINE void StorePair(float* panel, int64_t pair, int64_t output, WidePair numbers) {
     float* const to = panel + 2 * pair * kOutputBlock + output;
     Store(to, numbers.even);
     Store(to + kOutputBlock, numbers.odd);
   }
+  template <bool kAreNormal>
+  QUIRE_INLINE void StoreRounded(float* panel, int64_t pair, int64_t output, WidePair numbers) {
+    StorePair(panel, pair, output, {RoundToBF16(numbers.even), RoundToBF16(numbers.odd)});
+  }
 };
 #if defined(QUIRE_SIMD_BF16) || defined(QUIRE_SIMD_TILES)
-// As pairs of bfloat16, [pair][32][2]. REQUIRES: they are such numbers.
+// As pairs of bfloat16, [pair][32][2].
 struct PairPanel {
   using Element = uint16_t;
+  static constexpr bool kIsBF16 = true;
   QUIRE_INLINE uint16_t* AtOutput(uint16_t* panel, int64_t output) { return panel + 2 * output; }
+  // REQUIRES: they are such numbers.
   QUIRE_INLINE void StorePair(uint16_t* panel, int64_t pair, int64_t output, WidePair numbers) {
     const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(numbers.even), 16);
     const __m512i high = _mm512_castps_si512(numbers.odd);
     _mm512_storeu_si512(panel + 2 * (pair * kOutputBlock + output), _mm512_or_si512(high, low));
+  }
+  // kAreNormal: none of them is subnormal, which the instruction takes for zero.
+  template <bool kAreNormal>
+  QUIRE_INLINE void StoreRounded(uint16_t* panel, int64_t pair, int64_t output, WidePair numbers) {
+#if defined(QUIRE_SIMD_BF16)
+    if constexpr (kAreNormal) {
+      const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(numbers.even));
+      const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(numbers.odd));
+      _mm512_storeu_si512(panel + 2 * (pair * kOutputBlock + output),
+                          _mm512_or_si512(_mm512_slli_epi32(high, 16), low));
+      return;
+    }
+#endif
+    StorePair(panel, pair, output, {RoundToBF16(numbers.even), RoundToBF16(numbers.odd)});
   }
 };
 #endif
