@@ -53,7 +53,7 @@ struct HostResolver::State {
   std::function<std::string(const std::string&)> find;
   std::mutex mutex;
   std::condition_variable changed;
-  // Of the options' names and those that servers tell, kNamesMax at most.
+  // The options' names and those that servers tell, kNamesMax at most.
   std::map<std::string, std::shared_ptr<Entry>> entries;
 
   // That of `host`, perhaps a new one. Unavailable: all places are those of look-ups under way.

@@ -63,7 +63,7 @@ TEST(HostResolver, TheOldestNameIsForgottenBeyondALimit) {
   EXPECT_EQ(resolver.name_count(), kMost);
 }
 
-// Each has a thread, and those who wait for it.
+// It has a thread, and callers that wait for it.
 TEST(HostResolver, ALookUpUnderWayIsNeverForgotten) {
   struct Gate {
     std::mutex mutex;

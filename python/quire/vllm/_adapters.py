@@ -246,9 +246,9 @@ class Adapters:
     def _tell_full(self, name: str, number: int) -> None:
         if not self._is_full:
             log.warning(
-                "QuireConnector: nothing is stored or found for the LoRA %s with the number %d, and "
-                "others that come later: %d names and %d numbers of adapters are told apart, at "
-                "most %d and %d; start vLLM again",
+                "QuireConnector: nothing is stored or found for the LoRA %s with the number %d and "
+                "others that are new: %d names and %d numbers of adapters are told apart, at most "
+                "%d and %d; start vLLM again",
                 name,
                 number,
                 len(self._by_name),
