@@ -128,9 +128,8 @@ Status TransferSender::Mark(int64_t seq_id, int64_t begin, std::span<const Recei
   QUIRE_RETURN_IF_ERROR(CheckMaps(seq_id, maps, begin, rank));
   std::vector<int64_t> peers;
   for (const ReceiveMap& map : maps) {
-    QUIRE_ASSIGN_OR_RETURN(
-        const int64_t to,
-        PeerOf(map, peer, rank, std::ssize(peers), static_cast<int64_t>(maps.size())));
+    QUIRE_ASSIGN_OR_RETURN(const int64_t to, PeerOf(map, peer, rank, std::ssize(peers),
+                                                    static_cast<int64_t>(maps.size())));
     peers.push_back(to);
   }
   QUIRE_ASSIGN_OR_RETURN(auto mark, MakeMark(seq_id, begin, maps, peers, rank, first_row));
