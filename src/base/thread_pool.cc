@@ -45,14 +45,20 @@ void Pause() {
 #endif
 }
 
+// Whether `value` is no longer `old` after a while.
+template <typename T>
+bool SpinUntilChange(const std::atomic<T>& value, T old) {
+  for (int spin = 0; spin < kSpins; ++spin) {
+    if (value.load(std::memory_order_acquire) != old) return true;
+    Pause();
+  }
+  return false;
+}
+
 // Returns when `value` is no longer `old`.
 template <typename T>
 void AwaitChange(const std::atomic<T>& value, T old) {
-  for (int spin = 0; spin < kSpins; ++spin) {
-    if (value.load(std::memory_order_acquire) != old) return;
-    Pause();
-  }
-  value.wait(old, std::memory_order_acquire);
+  if (!SpinUntilChange(value, old)) value.wait(old, std::memory_order_acquire);
 }
 
 // A huge page, which lies on one node.
@@ -212,7 +218,7 @@ class ThreadPool final : public ParallelRunner, private NumaNodes {
   }
 
   void Stop() {
-    if (::getpid() != process_) {
+    if (IsForked()) {
       // The child of a fork has none of the threads, and to join them would read memory that is not
       // theirs any more. What stands for them is left as it is.
       static_cast<void>(new std::vector<std::thread>(std::move(workers_)));
@@ -222,6 +228,8 @@ class ThreadPool final : public ParallelRunner, private NumaNodes {
     Announce();
     for (std::thread& worker : workers_) worker.join();
   }
+
+  bool IsForked() const { return ::getpid() != process_; }
 
   void Announce() {
     announced_.fetch_add(1, std::memory_order_release);
@@ -243,7 +251,12 @@ class ThreadPool final : public ParallelRunner, private NumaNodes {
   void Close() {
     uint32_t inside = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
     while (inside != 0) {
-      AwaitChange(gate_, inside);
+      if (!SpinUntilChange(gate_, inside)) {
+        // A worker that was inside at a fork never leaves in the child, which has no workers. It is
+        // asked here, where to wait takes a system call anyway.
+        if (IsForked()) return gate_.store(0, std::memory_order_relaxed);
+        gate_.wait(inside, std::memory_order_acquire);
+      }
       inside = gate_.load(std::memory_order_acquire);
     }
   }

@@ -74,6 +74,37 @@ TEST(ThreadPool, TheChildOfAForkDoesNotJoinTheThreadsOfItsParent) {
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
 }
 
+// Where a worker comes too late for a job it is inside for an instant, in which another job's
+// caller may fork; inside a task it stays there as long as the test wants.
+TEST(ThreadPool, TheChildOfAForkDoesNotWaitForAWorkerThatWasInside) {
+  auto pool = CreateThreadPool(2).value();
+  std::atomic<int> inside{0};
+  std::atomic<bool> forked{false};
+  pid_t child = -1;
+  pool->ParallelFor(2, [&](int64_t, int worker) {
+    inside.fetch_add(1);
+    while (inside.load() < 2) std::this_thread::yield();
+    if (worker == 0) {
+      child = ::fork();
+      if (child == 0) ::alarm(600);  // a child that waits for ever ends, too
+      forked = true;
+    }
+    while (!forked.load()) std::this_thread::yield();
+  });
+  if (child == 0) {
+    std::atomic<int> sum{0};
+    for (int job = 0; job < 3; ++job) {
+      pool->ParallelFor(4, [&](int64_t index, int) { sum.fetch_add(static_cast<int>(index)); });
+    }
+    pool.reset();
+    ::_exit(sum.load() == 18 ? 7 : 1);
+  }
+  ASSERT_GE(child, 0);
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+}
+
 TEST(ThreadPool, ANumberOfThreadsOutOfRangeIsBadArgument) {
   for (const int threads : {-1, kThreadCountMax + 1, 1 << 30, std::numeric_limits<int>::min()}) {
     const Status status = CreateThreadPool(threads).status();

@@ -184,11 +184,16 @@ void GatherRowsOf(tf::TensorView all, int64_t token_axis, tf::TensorView rows,
 tf::Tensor PositionsOf(tf::TensorView query_start_loc, tf::TensorView context_lengths) {
   const auto starts = TensorSpan<const int32_t>("query_start_loc", query_start_loc, DType::kI32);
   const auto contexts = TensorSpan<const int64_t>("context_lengths", context_lengths, DType::kI64);
-  const int64_t row_count = starts.empty() ? 0 : std::max(0, starts.back());
+  const auto fill = [&](std::span<const int32_t> offsets, std::span<int64_t> out) {
+    ThrowIfError(CallChecked([&] { return FillPositions(offsets, contexts, out); }));
+  };
+  // Memory is taken for rows that will be filled alone: contexts are checked before, with requests
+  // of no rows, and offsets that fall or begin elsewhere have no rows either.
+  fill(std::vector<int32_t>(starts.size()), {});
+  const bool ascends = starts.front() == 0 && std::ranges::is_sorted(starts);
+  const int64_t row_count = ascends ? starts.back() : 0;
   const tf::Tensor positions = NewTensor(ToDLDataType(DType::kI64), {row_count});
-  const std::span<int64_t> out(static_cast<int64_t*>(positions.data_ptr()),
-                               static_cast<size_t>(row_count));
-  ThrowIfError(CallChecked([&] { return FillPositions(starts, contexts, out); }));
+  fill(starts, {static_cast<int64_t*>(positions.data_ptr()), static_cast<size_t>(row_count)});
   return positions;
 }
 

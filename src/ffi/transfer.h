@@ -9,8 +9,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <iterator>
 #include <list>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -117,19 +119,27 @@ class TransferPeerObj : public LayerSinkObj {
 template <typename State>
 class TransferObject : public StateObject<State> {
  public:
+  // From any thread, beside each other too: tvm-ffi has let go of Python's lock. Places are taken
+  // and given back outside of the mutex, since that waits for calls of the channel's or the
+  // connection's threads.
   void ConnectChannel(const LocalChannelObj* channel, int64_t peer) {
     KVTransfer* const receiver = this->latch_.Run([&] { return this->state_->transfer(); });
-    places_.emplace_back(channel->channel(), peer, receiver);
+    std::list<ChannelPlace> place;
+    place.emplace_back(channel->channel(), peer, receiver);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    places_.splice(places_.end(), place);
   }
   void DisconnectChannel(const LocalChannelObj* channel, int64_t peer) {
     this->latch_.Run([&]() -> Status {
+      std::list<ChannelPlace> left;
+      const std::lock_guard<std::mutex> lock(mutex_);
       const auto place = std::ranges::find_if(
           places_, [&](const ChannelPlace& p) { return p.Is(channel->channel(), peer); });
       if (place == places_.end()) {
         return Status(StatusCode::kNotFound, "disconnect_channel: this state is not peer " +
                                                  std::to_string(peer) + " of the channel");
       }
-      places_.erase(place);
+      left.splice(left.end(), places_, place);
       return Status();
     });
   }
@@ -137,9 +147,12 @@ class TransferObject : public StateObject<State> {
     this->latch_.Run([&] { return this->state_->transfer()->SetLayerSink(channel->sink()); });
   }
   void ReceiveFrom(const TransferPeerObj* peer) {
-    receivers_.remove_if([](const ReceiverPlace& place) { return place.IsOver(); });
+    DropOver();
     KVTransfer* const receiver = this->latch_.Run([&] { return this->state_->transfer(); });
-    receivers_.emplace_back(peer->peer(), receiver);
+    std::list<ReceiverPlace> place;
+    place.emplace_back(peer->peer(), receiver);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    receivers_.splice(receivers_.end(), place);
   }
   // What both sides of a connection must hold, as canonical JSON.
   tvm::ffi::String TransferPassport(const OptionMap& identity) {
@@ -213,7 +226,20 @@ class TransferObject : public StateObject<State> {
   using StateObject<State>::StateObject;
 
  private:
-  std::list<ChannelPlace> places_;  // given back before the state goes
+  // Gives back the places at connections that are over.
+  void DropOver() {
+    std::list<ReceiverPlace> over;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto place = receivers_.begin(); place != receivers_.end();) {
+      const auto next = std::next(place);
+      if (place->IsOver()) over.splice(over.end(), receivers_, place);
+      place = next;
+    }
+  }
+
+  std::mutex mutex_;
+  // Guarded by mutex_; given back before the state goes.
+  std::list<ChannelPlace> places_;
   std::list<ReceiverPlace> receivers_;
 };
 

@@ -4,6 +4,7 @@ transformer in float32 on which blended and full prefill are compared."""
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import quire
 import torch
-from quire import blend
+from quire import blend, errors
 from quire.blend import BlendExecutor, KeyRotation
 from toy_transformer import ToyTransformer
 
@@ -287,6 +288,27 @@ def test_later_check_layers_keep_fewer_rows(make: Make) -> None:
     assert numbers(last.positions) == [2, 3] and numbers(last.q) == [[9], [4]]
     assert numbers(last.k) == [[0], [0], [0], [0], [9], [0], [4], [0]]
     assert at(4, [1, 1]).query_start_loc is None
+
+
+def test_positions_of_offsets_that_are_refused_take_no_memory() -> None:
+    """With room for far fewer rows than the last offset claims."""
+    last = 2**31 - 1
+    refused = [
+        ([0, 8, 5, last], [0, 0, 0], "falls at request 1"),
+        ([1, last], [0], "does not begin with 0"),
+        ([0, last], [0, 0], "2 context lengths"),
+        ([0, last], [-1], "context length of request 0 is -1"),
+        ([], [], "does not begin with 0"),
+    ]
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + 2**31, before[1]))
+    try:
+        for starts, contexts, why in refused:
+            with pytest.raises(errors.BadArgumentError, match=why):
+                blend.batch_positions(starts, contexts)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # Examples 21 and 22.

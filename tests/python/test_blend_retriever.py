@@ -4,6 +4,7 @@ late, damaged or cancelled. Loads are held back by events; no test sleeps."""
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -298,6 +299,48 @@ def test_a_failure_is_a_miss_before_the_selection_and_an_error_after(open_retrie
         places.append(len(caught.traceback))
     assert places[0] == places[1] == places[2], "it does not grow with each time"
     assert lists(task.result(1))[0] == [1] * 5
+
+
+def test_what_a_source_raises_is_told(
+    open_retriever: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    class Source(HeldSource):
+        def find(self, tokens: Any) -> Any:
+            if tokens[0] == C[0]:
+                raise Unprintable
+            return super().find(tokens)
+
+    source = Source(A, B)
+    source.failures = {(A[0], 0): OSError("disk"), (B[0], 2): OSError("late")}
+    gate = source.hold(B, 2)
+    retriever = open_retriever(source)
+    with caplog.at_level(logging.ERROR, "quire.blend"):
+        for _ in range(3):  # which is told once for each cause
+            task = retriever.new_request([A + B + C], [[3, 5]])
+            assert lists(task.result(1))[0] == [0, 0, 0, 1, 1, 0, 0, 0, 0]
+        gate.set()
+        with pytest.raises(OSError, match="late"):  # told by this, and not by the log
+            task.result(2)
+        # Nobody wants to know what comes of a retrieval that was called off.
+        source.failures = {(A[0], 0): OSError("gone")}
+        source.entered.clear()
+        gate = source.hold(A, 0)
+        called_off = retriever.new_request([A], [[]])
+        assert source.entered.wait(30)
+        called_off.cancel()
+        gate.set()
+        retriever.close()
+    assert sorted(each.getMessage() for each in caplog.records) == [
+        "BlendRetriever: layer 0 of a segment could not be loaded, so its tokens are to be "
+        "computed: OSError: disk",
+        "BlendRetriever: the source could not look for a segment, so its tokens are to be "
+        "computed: test_blend_retriever.test_what_a_source_raises_is_told.<locals>.Unprintable: "
+        "<exception str() failed>",
+    ]
 
 
 class LyingSegment:

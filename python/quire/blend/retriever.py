@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import logging
 import operator
 import queue
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -19,7 +21,10 @@ import numpy as np
 
 from quire import _ffi, _numbers, errors
 from quire._arrays import empty_beside
+from quire._prefill import OncePerCause
 from quire.blend.rows import as_numpy
+
+_log = logging.getLogger("quire.blend")
 
 
 class FoundSegment(Protocol):
@@ -38,7 +43,10 @@ class FoundSegment(Protocol):
 
 
 class SegmentSource(Protocol):
-    """Where KV comes from: :class:`SegmentMemory`, or one of yours. Calls come from any thread."""
+    """Where KV comes from: :class:`SegmentMemory`, or one of yours. Calls come from any thread.
+
+    What it raises makes a segment's tokens invalid, and the log "quire.blend" tells of it.
+    """
 
     @property
     def layer_count(self) -> int:
@@ -84,6 +92,21 @@ class _Segment:
         return self.is_over or layer in self.layers or layer in self.failures
 
 
+class _SourceFailures:
+    """Tells of what a source raised where the caller gets invalid rows in place of the error, which
+    look like those of a segment that was not found. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tell = OncePerCause(_log.error)
+
+    def tell(self, what: str, failure: Exception) -> None:
+        # Also of one whose own text cannot be made.
+        why = "".join(traceback.format_exception_only(failure)).strip()
+        with self._lock:
+            self._tell(f"BlendRetriever: {what}, so its tokens are to be computed: {why}")
+
+
 class BlendRetrieverTask:
     """The retrieval of one batch. Calls may come from any thread.
 
@@ -103,6 +126,7 @@ class BlendRetrieverTask:
         deadline: float | None,
         clock: Callable[[], float],
         like: Any,
+        failures: _SourceFailures,
     ) -> None:
         self._segments = segments
         self._row_count = row_count
@@ -111,6 +135,7 @@ class BlendRetrieverTask:
         self._deadline = deadline
         self._clock = clock
         self._like = like
+        self._failures = failures
         self._changed = threading.Condition()
         self._settled = False
         self._cancelled = False
@@ -218,8 +243,10 @@ class BlendRetrieverTask:
                 raise errors.CorruptError(
                     f"blend: {count} tokens were found, and {len(positions)} positions"
                 )
-        except Exception:
+        except Exception as failure:
             count = 0
+            if not self._is_over(segment):
+                self._failures.tell("the source could not look for a segment", failure)
         with self._changed:
             if count == 0:
                 segment.is_over = True
@@ -259,11 +286,15 @@ class BlendRetrieverTask:
 
     def _failed(self, segment: _Segment, layer: int, failure: Exception) -> None:
         with self._changed:
-            if self._settled and not segment.is_over:
+            is_raised = self._settled and not segment.is_over
+            if is_raised:
                 segment.failures[layer] = failure, failure.__traceback__
             else:
                 segment.is_over = True
+            is_told = is_raised or self._cancelled
             self._changed.notify_all()
+        if not is_told:
+            self._failures.tell(f"layer {layer} of a segment could not be loaded", failure)
 
     def _arrays_of(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
         if layer not in self._arrays:
@@ -390,6 +421,7 @@ class BlendRetriever:
         self._select_layer = select_layer
         self._clock = clock
         self._numbers = itertools.count()
+        self._failures = _SourceFailures()
         self._tasks: weakref.WeakSet[BlendRetrieverTask] = weakref.WeakSet()
         self._jobs = _Jobs(threads)
         self._dropped = weakref.finalize(self, self._jobs.end)
@@ -425,6 +457,7 @@ class BlendRetriever:
             deadline,
             self._clock,
             full_prompts[0] if len(full_prompts) > 0 else np.empty(0),
+            self._failures,
         )
         self._tasks.add(task)
         if not self._jobs.add([self._job(-1, task, segment) for segment in segments]):

@@ -185,6 +185,11 @@ class QuireCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` is. Copies nothing."""
+        if getattr(beam_idx, "dtype", None) == torch.bool:
+            raise errors.BadArgumentError(
+                "QuireCache.reorder_cache: beam_idx has bools, and not a number of a row for each "
+                "row; a mask of the rows to keep is for batch_select_indices"
+            )
         self._select("reorder_cache", int_list(beam_idx, "beam_idx"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:

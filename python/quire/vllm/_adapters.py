@@ -37,7 +37,9 @@ _NS_PER_S = 1_000_000_000
 # Clocks of file servers, and steps of this machine's.
 _MARGIN_NS = 10 * _NS_PER_S
 _LINKS_MAX = 40
-_ADAPTERS_MAX = 4096
+_NAMES_MAX = 4096
+# vLLM gives each load of an adapter a new one; about 8 MB.
+_NUMBERS_MAX = 1 << 16
 _BYTES_MAX = 4 << 30
 # Fields of vLLM's LoRAConfig that change how many adapters there are, and not what one computes.
 _COUNTS = ("max_loras", "max_cpu_loras")
@@ -193,6 +195,10 @@ class Adapter:
         self.is_refused = True
 
 
+def _has_place(table: dict[Any, Adapter], key: Any, most: int) -> bool:
+    return key in table or len(table) < most
+
+
 class Adapters:
     """All adapters of an engine. One thread calls it; another one reads their files."""
 
@@ -207,11 +213,13 @@ class Adapters:
         self._what = json.dumps(fields, sort_keys=True)
         self._by_name: dict[str, Adapter] = {}
         self._by_number: dict[int, Adapter] = {}
+        self._is_full = False
         self._stop = threading.Event()
         self._reader: ThreadPoolExecutor | None = None
 
     def of(self, lora: Any) -> Adapter | None:
-        """The adapter of vLLM's LoRARequest; None: there are too many to be told apart."""
+        """The adapter of vLLM's LoRARequest; None: there are too many to be told apart. No name or
+        number is forgotten for another one: vLLM may have what it stood for."""
         name, number = str(lora.lora_name), int(lora.lora_int_id)
         path = os.path.join(os.getcwd(), os.path.expanduser(str(lora.lora_path)))
         key = path, bool(getattr(lora, "is_3d_lora_weight", False))
@@ -224,12 +232,31 @@ class Adapters:
             for each in known:
                 each.refuse(f"its name or number {number} has come with {path}, too")
         known.sort(key=lambda each: not each.is_refused)  # such a one stands for both
-        if not known and len(self._by_name) >= _ADAPTERS_MAX:
+        if not (
+            _has_place(self._by_name, name, _NAMES_MAX)
+            and _has_place(self._by_number, number, _NUMBERS_MAX)
+        ):
+            self._tell_full(name, number)
             return None
         adapter = known[0] if known else self._new(name, key)
         self._by_name[name] = self._by_number[number] = adapter
         adapter.check()
         return adapter
+
+    def _tell_full(self, name: str, number: int) -> None:
+        if not self._is_full:
+            log.warning(
+                "QuireConnector: nothing is stored or found for the LoRA %s with the number %d and "
+                "others that are new: %d names and %d numbers of adapters are told apart, at most "
+                "%d and %d; start vLLM again",
+                name,
+                number,
+                len(self._by_name),
+                len(self._by_number),
+                _NAMES_MAX,
+                _NUMBERS_MAX,
+            )
+        self._is_full = True
 
     def _new(self, name: str, key: tuple[str, bool]) -> Adapter:
         if self._reader is None:

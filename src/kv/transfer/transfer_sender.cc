@@ -102,14 +102,24 @@ Status TransferSender::CheckHeads(const ReceiveMap& map, int64_t rank, int64_t t
   return Status();
 }
 
-// Which of the peers that share the receiver's heads gets what this rank has.
-int64_t TransferSender::PeerOf(const ReceiveMap& map, int64_t peer, int64_t rank, int64_t target,
-                               int64_t targets) const {
-  if (targets > 1) return peer + rank * targets + target;
+// Which of the peers that share the receiver's heads gets what this rank has. BadArgument for a
+// number beyond 64 bits, since both are the caller's.
+Result<int64_t> TransferSender::PeerOf(const ReceiveMap& map, int64_t peer, int64_t rank,
+                                       int64_t target, int64_t targets) const {
   int64_t senders = 1;  // that fill one peer's heads together
   for (size_t l = 0; l < layers_.size(); ++l)
     senders = std::max(senders, map.kv_heads[l] / layers_[l].heads());
-  return peer + rank / senders;
+  int64_t place = 0;
+  int64_t found = 0;
+  if (__builtin_mul_overflow(rank / senders, targets, &place) ||
+      __builtin_add_overflow(place, target, &place) ||
+      __builtin_add_overflow(peer, place, &found)) {
+    return BadMaps(StatusCode::kBadArgument, "rank " + std::to_string(rank) + " with " +
+                                                 std::to_string(targets) + " maps, from peer " +
+                                                 std::to_string(peer) +
+                                                 " on, gives a peer's number beyond 64 bits");
+  }
+  return found;
 }
 
 Status TransferSender::Mark(int64_t seq_id, int64_t begin, std::span<const ReceiveMap> maps,
@@ -117,8 +127,11 @@ Status TransferSender::Mark(int64_t seq_id, int64_t begin, std::span<const Recei
   QUIRE_RETURN_IF_ERROR(marks_.RequireSink());
   QUIRE_RETURN_IF_ERROR(CheckMaps(seq_id, maps, begin, rank));
   std::vector<int64_t> peers;
-  for (const ReceiveMap& map : maps)
-    peers.push_back(PeerOf(map, peer, rank, std::ssize(peers), static_cast<int64_t>(maps.size())));
+  for (const ReceiveMap& map : maps) {
+    QUIRE_ASSIGN_OR_RETURN(const int64_t to, PeerOf(map, peer, rank, std::ssize(peers),
+                                                    static_cast<int64_t>(maps.size())));
+    peers.push_back(to);
+  }
   QUIRE_ASSIGN_OR_RETURN(auto mark, MakeMark(seq_id, begin, maps, peers, rank, first_row));
   mark->has_rows = has_rows_;
   mark->has_states = has_states_;

@@ -140,8 +140,8 @@ class TransferSender {
   Status CheckMaps(int64_t seq_id, std::span<const ReceiveMap> maps, int64_t begin,
                    int64_t rank) const;
   Status CheckHeads(const ReceiveMap& map, int64_t rank, int64_t targets) const;
-  int64_t PeerOf(const ReceiveMap& map, int64_t peer, int64_t rank, int64_t target,
-                 int64_t targets) const;
+  Result<int64_t> PeerOf(const ReceiveMap& map, int64_t peer, int64_t rank, int64_t target,
+                         int64_t targets) const;
   static void ShortenRows(SendMark* mark, int64_t length) noexcept;
   void FinishMarks(SendMarks::Outcome outcome) noexcept;
   void FinishRows(SendMark* mark, SendMarks::Outcome outcome) noexcept;

@@ -339,9 +339,10 @@ def test_rows_that_are_not_there(cache, call, argument):
         ("crop", None, "tokens_to_remove must be an integer, not NoneType"),
         ("batch_repeat_interleave", 1.5, "repeats must be an integer, not float"),
         ("reorder_cache", torch.tensor([0.0, 0.5]), "beam_idx must be integers"),
+        ("reorder_cache", torch.tensor([True, False]), "batch_select_indices"),
     ],
 )
-def test_numbers_are_not_rounded(cache, call, argument, message):
+def test_what_is_no_integer_is_not_made_one(cache, call, argument, message):
     with Unchanged(cache, (quire.BadArgumentError, TypeError), message):
         getattr(cache, call)(argument)
 

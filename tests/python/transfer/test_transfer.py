@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import quire
+from program import run_source
 from quire import KVCache, LayerSpec, LocalChannel, ReceiveMap, _ffi
 
 LAYERS = [LayerSpec(4, 2, 16, dtype="float32"), LayerSpec(4, 2, 16, dtype="int8")]
@@ -194,3 +195,41 @@ def test_marks_and_channels_are_checked() -> None:
     assert "Unavailable" in sender.send_progress(0).failure
     other.connect_channel(channel, peer=2)
     other.disconnect_channel(channel, peer=2)
+
+
+_CONNECTING = """
+import threading
+
+import quire
+
+cache = quire.KVCache([quire.LayerSpec(2, 1, 16)], max_num_sequences=1, token_capacity=64)
+channel, failures = quire.LocalChannel(), []
+begin = threading.Barrier(8)
+for peer in range(100, 400):  # which are looked through, while others come and go behind them
+    cache.connect_channel(channel, peer)
+
+
+def connect(peer):
+    try:
+        begin.wait()
+        for _ in range(20000):
+            cache.connect_channel(channel, peer)
+            cache.disconnect_channel(channel, peer)
+    except Exception as failure:
+        failures.append(failure)
+
+
+threads = [threading.Thread(target=connect, args=(peer,)) for peer in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures, failures
+for peer in range(8):
+    cache.connect_channel(channel, peer)
+"""
+
+
+def test_threads_connect_one_state_beside_each_other() -> None:
+    """Each has a peer of its own; calls of the library run without Python's lock."""
+    run_source(_CONNECTING)

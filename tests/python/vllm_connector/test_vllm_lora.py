@@ -170,6 +170,31 @@ def test_a_name_or_number_that_comes_with_another_path_is_refused(
     pair.close()
 
 
+def test_names_and_numbers_that_are_kept_have_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that loads an adapter again and again gives it a new number each time."""
+    monkeypatch.setattr(_adapters, "_NAMES_MAX", 2)
+    monkeypatch.setattr(_adapters, "_NUMBERS_MAX", 3)
+    one, two = write(tmp_path / "one"), write(tmp_path / "two")
+    adapters = _adapters.Adapters()
+    with caplog.at_level(logging.WARNING, "quire.vllm"):
+        first = adapters.of(lora(one, "a", 0))
+        assert first is not None
+        found = [adapters.of(lora(one, "a", number)) for number in range(6)]
+        assert found == [first] * 3 + [None] * 3
+        named = [adapters.of(lora(one, name, 0)) for name in "abcd"]
+        assert named == [first, first, None, None]
+        assert adapters.of(lora(two, "e", 9)) is None
+        (line,) = _refusals(caplog)
+        assert "the LoRA a with the number 3" in line and "start vLLM again" in line
+        # What is kept still tells of another path, and what has no place changes nothing.
+        assert first.wait(60) and first.digest is not None
+        assert adapters.of(lora(two, "c", 2)) is None
+        assert first.is_refused
+    adapters.close()
+
+
 def test_files_that_are_newer_than_the_engine_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -853,6 +854,15 @@ TEST(KVTransfer, MarksAreCheckedAndARefusedOneArmsNothing) {
     for (ReceiveMap& map : halves) map.kv_heads = {1, 3};
     return cache.transfer()->DisaggMarkSend(0, 0, halves, 6, 0);
   }());
+  // Ranks and peers of which no peer's number can be made.
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  std::vector<ReceiveMap> halves = two;
+  for (ReceiveMap& map : halves) map.kv_heads = {1, 1};
+  for (const auto& [peer, rank] : {std::pair{kMost, int64_t{1}}, {6, kMost}, {0, kMost / 2 + 1}}) {
+    expect(StatusCode::kBadArgument, cache.transfer()->DisaggMarkSend(0, 0, halves, peer, rank));
+  }
+  expect(StatusCode::kBadArgument,
+         cache.transfer()->DisaggMarkSend(0, 0, std::span(&good, 1), 6, kMost));
   expect(StatusCode::kBadState, cache.transfer()->SetLayerSink(nullptr));
   expect(StatusCode::kNotFound, cache.transfer()->DisaggFlushSend(1));
   expect(StatusCode::kNotFound, cache.transfer()->DisaggUnmarkSend(1));
