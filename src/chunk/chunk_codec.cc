@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/guard.h"
+#include "base/huge_pages.h"
 #include "chunk/chunk_layout.h"
 #include "chunk/sha256.h"
 
@@ -337,11 +338,8 @@ Status CheckMac(std::span<const std::byte> chunk, const ChunkHeader& header, std
 // its cost, and large pages are touched 512 times less often. Advice only: where the kernel has
 // none the memory is as good, and slower.
 void AdviseHugePages(std::span<std::byte> bytes) {
-  constexpr uintptr_t kHugePageBytes = uintptr_t{2} << 20;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(bytes.data());
-  const uintptr_t first = (begin + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
-  const uintptr_t last = (begin + bytes.size()) / kHugePageBytes * kHugePageBytes;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  const std::span<std::byte> huge = HugePagesOf(bytes);
+  if (!huge.empty()) madvise(huge.data(), huge.size(), MADV_HUGEPAGE);
 }
 
 }  // namespace

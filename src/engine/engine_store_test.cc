@@ -448,6 +448,25 @@ class EngineStorePace : public EngineStore {
   }
 };
 
+// Layers are copied while others are on their way: a forward of two tokens, 12 ms, and of 48 copied
+// ones, 48 ms, begins with the first of two layers that come after 30 and 60 ms.
+TEST_F(EngineStorePace, CopyingLayersTakesTimeToo) {
+  const std::vector<Tokens> prompts = {Text(50), Text(50, 2)};
+  std::vector<Answer> want;
+  for (const Tokens& prompt : prompts) want.push_back(Make()->Generate(prompt, Greedy(1)));
+  store_->layer_ns = 30 * kMs;
+  const auto server = MakeMeasured();
+  server->cache->fault = [&](std::string_view call) {
+    if (call == "ImportKV") clock_->Advance(8 * kMs);  // a chunk of 8 tokens
+    return Status();
+  };
+  for (const size_t i : {0, 1}) {
+    ExpectEqual(server->Generate(prompts[i], Greedy(1)), want[i], "loaded");
+    EXPECT_EQ(server->engine->Stats().layer_loads, i) << "the first one measures the copying";
+    EXPECT_EQ(server->engine->Stats().loaded_tokens[kDisk], 48 * (i + 1));
+  }
+}
+
 // While others run, a forward takes a load only if it will not wait for it: two layers and two
 // tokens to compute.
 TEST_F(EngineStorePace, ALoadJoinsOthersOnceItsLayersComeInTime) {

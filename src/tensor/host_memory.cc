@@ -9,12 +9,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/huge_pages.h"
 #include "tensor/machine_memory.h"
 
 namespace quire {
 namespace {
-
-constexpr size_t kHugePageBytes = size_t{2} << 20;  // of x86-64, and of arm64 with 4 KiB pages
 
 std::string ErrorText(int error) { return std::strerror(error); }
 

@@ -24,6 +24,11 @@ constexpr int64_t kSpeedTokensMin = 16;
 // Weight of the newest step in the mean: the speed of the last ten or so.
 constexpr double kSpeedWeight = 0.2;
 
+// Takes a newer value into the mean.
+void Mean(double now, double* mean) {
+  *mean = *mean == 0 ? now : *mean + kSpeedWeight * (now - *mean);
+}
+
 // Whether the store is bringing what cannot be used yet.
 bool IsComing(const Request& request) { return request.load != nullptr && !request.load->usable(); }
 
@@ -92,9 +97,7 @@ void StoreTraffic::Publish(EngineStats* stats) const noexcept {
 
 void StoreTraffic::MeasureSpeed(int64_t tokens, int64_t ns) noexcept {
   if (tokens < kSpeedTokensMin) return;
-  const double now = static_cast<double>(ns) * 1e-9 / static_cast<double>(tokens);
-  double& mean = compute_seconds_per_token_;
-  mean = mean == 0 ? now : mean + kSpeedWeight * (now - mean);
+  Mean(static_cast<double>(ns) * 1e-9 / static_cast<double>(tokens), &compute_seconds_per_token_);
 }
 
 // ---- Loading
@@ -310,16 +313,18 @@ bool StoreTraffic::KeepsPace(const Request& request, int64_t there, bool alone) 
   return IsInTime(load, there, std::clamp(behind, int64_t{1}, prefill_chunk_), alone);
 }
 
-// Whether the layers behind the first `there` come while `tokens` tokens are computed.
+// Whether the layers behind the first `there` come while `tokens` tokens are computed and those of
+// the load are copied, which is most of a forward with few tokens.
 bool StoreTraffic::IsInTime(const PrefixLoad& load, int64_t there, int64_t tokens,
                             bool alone) const {
   const int64_t count = ChunkLayerCount();
   const double speed = compute_seconds_per_token_;
   if (speed == 0) return alone || there == count;
-  const double compute = speed * static_cast<double>(tokens);
+  const auto loaded = static_cast<double>(load.found_end() - load.begin());
+  const double forward = speed * static_cast<double>(tokens) + import_seconds_per_token_ * loaded;
   const double elapsed = static_cast<double>(link_->now_ns() - load.start_ns()) * 1e-9;
   const double rest = elapsed * static_cast<double>(count - there) / static_cast<double>(there);
-  return rest <= compute;
+  return rest <= forward;
 }
 
 // The prompt that may be computed while the document comes that the request learns for it; null if
@@ -490,7 +495,9 @@ Status StoreTraffic::TakeChunks(Request* request, const PrefixLoad& load, int64_
   size_t count = state_.forks_anywhere() ? 1 : rest.size();
   while (!rest.empty() && count > 0) {
     const auto taken = rest.first(count);
+    const int64_t start_ns = clock_.SteadyNs();
     const Status imported = link_->Import(leader.sequence_id, request->space, load.tokens(), taken);
+    const auto seconds = static_cast<double>(clock_.SteadyNs() - start_ns) * 1e-9;
     if (status.ok()) status = imported;
     if (!imported.ok()) {
       --count;
@@ -501,6 +508,8 @@ Status StoreTraffic::TakeChunks(Request* request, const PrefixLoad& load, int64_
       CountLoaded(request, chunk.tier, std::min(chunk.end, size - 1) - chunk.begin);
     }
     QUIRE_CHECK(taken.back().end > leader.computed);
+    const auto tokens = static_cast<double>(taken.back().end - leader.computed);
+    Mean(seconds / tokens, &import_seconds_per_token_);
     leader.computed = taken.back().end;
     rest = rest.subspan(count);
     if (!state_.forks_anywhere()) break;

@@ -164,6 +164,7 @@ class StoreTraffic {
   const int64_t prefill_chunk_;
   std::unique_ptr<StoreLink> link_;  // null: none is attached
   double compute_seconds_per_token_ = 0;
+  double import_seconds_per_token_ = 0;  // what chunks take that are there
 
   // As in EngineStats.
   int64_t loads_ = 0, layer_loads_ = 0;

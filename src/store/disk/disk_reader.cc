@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/huge_pages.h"
 #include "chunk/chunk_layout.h"
 
 namespace quire {
@@ -266,9 +267,16 @@ void DiskReader::PlanRequest(size_t index, size_t first, size_t* planned_to) {
 }
 
 void DiskReader::AddRequests(size_t index, int64_t begin, int64_t end) {
-  const bool in_place = items_[index].owner != nullptr && begin == RoundDown(begin);
+  const Item& item = items_[index];
+  const bool is_shared = item.owner != nullptr && begin == RoundDown(begin);
+  const std::span<std::byte> huge = HugePagesOf(item.memory);
+  const int64_t huge_begin = huge.empty() ? end : huge.data() - item.memory.data();
+  const int64_t huge_end = huge_begin + std::ssize(huge);
   while (begin < end) {
-    const int64_t piece_end = std::min(end, RoundDown(begin) + FileTransfers::kBytesMax);
+    const bool in_place = is_shared && huge_begin <= begin && begin < huge_end;
+    int64_t piece_end = std::min(end, RoundDown(begin) + FileTransfers::kBytesMax);
+    if (is_shared && begin < huge_end)
+      piece_end = std::min(piece_end, in_place ? huge_end : huge_begin);
     requests_.push_back({index, begin, piece_end, in_place});
     begin = piece_end;
   }
@@ -357,7 +365,8 @@ Status DiskReader::PlaceBytes(Item& item, int64_t offset, std::span<const std::b
     const auto s = static_cast<size_t>(section - sections.begin());
     item.missing[s] -= to - from;
     if (item.missing[s] > 0) continue;
-    if (in_place) ClearGap(item.header, s, item.memory);
+    // Another piece than the last one may have been read in place.
+    if (item.owner != nullptr) ClearGap(item.header, s, item.memory);
     QUIRE_RETURN_IF_ERROR(VerifySection(item, s));
   }
   return Status();

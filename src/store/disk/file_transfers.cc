@@ -3,15 +3,24 @@
 #include <cerrno>
 #include <utility>
 
+#include "base/huge_pages.h"
 #include "store/disk/file_session.h"
 
 namespace quire {
+namespace {
+
+// The buffers lie in huge pages (disk_reader.h).
+constexpr auto kBufferBytes = static_cast<size_t>(FileTransfers::kBytesMax);
+static_assert(FileTransfers::kBuffers * kBufferBytes % kHugePageBytes == 0);
+
+}  // namespace
 
 FileTransfers::FileTransfers(FileSystem& files)
-    : memory_(static_cast<int64_t>(kBuffers) * kBytesMax), slots_(kDepth) {
+    : memory_(static_cast<int64_t>(kBuffers * kBufferBytes + kHugePageBytes)), slots_(kDepth) {
   for (size_t slot = 0; slot < kDepth; ++slot) free_.push_back(slot);
+  const std::span<std::byte> huge = HugePagesOf(memory_.bytes());
   for (size_t buffer = 0; buffer < kBuffers; ++buffer)
-    free_buffers_.push_back(memory_.bytes().data() + buffer * static_cast<size_t>(kBytesMax));
+    free_buffers_.push_back(huge.data() + buffer * kBufferBytes);
   queue_ = files.CreateQueue(kDepth);
 }
 

@@ -23,7 +23,7 @@ class FileTransfers {
   static constexpr size_t kDepth = 64;
   static constexpr int64_t kBytesMax = int64_t{1} << 20;
   // At most this number of them has a buffer.
-  static constexpr size_t kBuffers = 8;
+  static constexpr size_t kBuffers = 16;
 
   // Memory: std::bad_alloc.
   explicit FileTransfers(FileSystem& files);
