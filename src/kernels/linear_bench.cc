@@ -189,16 +189,31 @@ void RunFloat8(benchmark::State& state, const Backend& backend, bool of_outputs)
                 DType::kBF16, packed, bytes);
 }
 
+HostMemory PackedCopies(WeightFormat format, size_t bytes, size_t copies, ParallelRunner& runner) {
+  HostMemory packed = Memory(copies * bytes);
+  const std::vector<std::byte> weights = RandomQuantisedRows(format, kN, kK, 1, 1);
+  for (size_t i = 0; i < copies; ++i) {
+    PackQuantised(format, weights.data(), kN, kK, 0, packed.data() + i * bytes, runner);
+  }
+  return packed;
+}
+
+// Quantised weights whose rows stay bfloat16.
+void RunWidened(benchmark::State& state, const Backend& backend, WeightFormat format) {
+  const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
+  const size_t bytes = PackedQuantisedBytes(format, kN, kK);
+  const HostMemory packed = PackedCopies(format, bytes, kColdBytes / bytes + 1, *pool);
+  PackedLinear w{.dtype = DType::kBF16, .n = kN, .k = kK};
+  w.blocks = format;
+  MeasureLinear(state, backend, *pool, w, DType::kBF16, packed, bytes);
+}
+
 void RunQuantised(benchmark::State& state, const Backend& backend, WeightFormat format) {
   const int64_t rows = state.range(0);
   const auto pool = CreateThreadPool(static_cast<int>(state.range(1))).value();
   const size_t bytes = PackedQuantisedBytes(format, kN, kK);
   const size_t copies = kColdBytes / bytes + 1;
-  const HostMemory packed = Memory(copies * bytes);
-  const std::vector<std::byte> weights = RandomQuantisedRows(format, kN, kK, 1, 1);
-  for (size_t i = 0; i < copies; ++i) {
-    PackQuantised(format, weights.data(), kN, kK, 0, packed.data() + i * bytes, *pool);
-  }
+  const HostMemory packed = PackedCopies(format, bytes, copies, *pool);
   std::vector<float> x(static_cast<size_t>(rows * kK));
   RandomSequence random(2);
   for (float& value : x) value = static_cast<float>(random.Uniform(-1, 1));
@@ -266,6 +281,10 @@ int RegisterAll() {
       benchmark::RegisterBenchmark(name.c_str(), RunQuantised, *backend, format)
           ->ArgNames({"rows", "threads"})
           ->ArgsProduct({{1, 2, 4, 8, 12, 16, 32, 64, 128, 512}, {1, 2}})
+          ->UseRealTime();
+      benchmark::RegisterBenchmark((name + "_rows_bfloat16").c_str(), RunWidened, *backend, format)
+          ->ArgNames({"rows", "threads"})
+          ->ArgsProduct({{1, 4, 16, 128, 512}, {1, 2}})
           ->UseRealTime();
     }
     for (const bool of_outputs : {false, true}) {

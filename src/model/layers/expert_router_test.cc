@@ -93,7 +93,7 @@ class Routing {
     EXPECT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
     runner_ = CreateThreadPool(2).value();
     const Backend* const backend = *FindBackend(path);
-    ops_.emplace(*backend, *runner_, DType::kF32);
+    ops_.emplace(*backend, *runner_, DType::kF32, DType::kI8);
     WeightLoader loader(*checkpoint, *backend, *runner_, DType::kF32);
     Result<ExpertRouter> router = ExpertRouter::Load(loader, "", kHidden, config);
     EXPECT_TRUE(router.ok()) << router.status().ToString();
