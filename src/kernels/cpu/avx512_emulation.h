@@ -206,6 +206,15 @@ QUIRE_EMULATED __m512i _mm512_mask_permutexvar_epi16(__m512i src, __mmask32 m, _
   return _mm512_loadu_si512(words[0]);
 }
 // Bytes of each 16 by the lower bits of the bytes of `at`, zero where their highest bit is set.
+// VPERMPS: the low four bits of an index count.
+QUIRE_EMULATED __m256 EightOfSixteen(__m256i at, __m512 table) {
+  const __m256 low = _mm256_permutevar8x32_ps(table.lo, at);
+  const __m256 high = _mm256_permutevar8x32_ps(table.hi, at);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+}
+QUIRE_EMULATED __m512 _mm512_permutexvar_ps(__m512i at, __m512 table) {
+  return {EightOfSixteen(at.lo, table), EightOfSixteen(at.hi, table)};
+}
 QUIRE_EMULATED __m512i _mm512_shuffle_epi8(__m512i a, __m512i at) {
   return {_mm256_shuffle_epi8(a.lo, at.lo), _mm256_shuffle_epi8(a.hi, at.hi)};
 }
@@ -310,6 +319,9 @@ QUIRE_EMULATED __m128i EightToBF16(__m256 v) {
 }
 QUIRE_EMULATED __m256i _mm512_cvtneps_pbh(__m512 v) {
   return _mm256_set_m128i(EightToBF16(v.hi), EightToBF16(v.lo));
+}
+QUIRE_EMULATED __m512i _mm512_cvtne2ps_pbh(__m512 high, __m512 low) {
+  return {_mm512_cvtneps_pbh(low), _mm512_cvtneps_pbh(high)};
 }
 // VPDPWSSD: sums wrap around.
 QUIRE_EMULATED __m512i _mm512_dpwssd_epi32(__m512i acc, __m512i a, __m512i b) {

@@ -112,6 +112,13 @@ void ToHalves(const float* a, uint16_t* to) {
 void ToBF16(const float* a, uint16_t* to) {
   Store16(to, (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(a)));
 }
+void TwoToBF16(const float* high, const float* low, uint16_t* to) {
+  _mm512_storeu_si512(to,
+                      (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low)));
+}
+void PickFloats(const uint32_t* at, const float* table, float* to) {
+  _mm512_storeu_ps(to, _mm512_permutexvar_ps(_mm512_loadu_si512(at), _mm512_loadu_ps(table)));
+}
 void Shifts(const uint32_t* a, uint32_t* left, uint32_t* right, uint32_t* signed_right) {
   _mm512_storeu_si512(left, _mm512_slli_epi32(_mm512_loadu_si512(a), 24));
   _mm512_storeu_si512(right, _mm512_srli_epi32(_mm512_loadu_si512(a), 16));
@@ -448,6 +455,8 @@ TEST_F(Avx512Intrinsics, ConversionsKeepTheOrderOfLanes) {
     FillWords(words);
     FillHalves(halves, kLanes);
     FillFloats(floats);
+    float from_high[kLanes];
+    FillFloats(from_high);
 
     uint16_t narrow[kLanes];
     intrinsics::Narrow32(words, narrow);
@@ -467,6 +476,12 @@ TEST_F(Avx512Intrinsics, ConversionsKeepTheOrderOfLanes) {
     uint16_t to_halves[kLanes];
     uint16_t to_bf16[kLanes];
     intrinsics::ToBF16(floats, to_bf16);
+    uint16_t two_to_bf16[2 * kLanes];
+    intrinsics::TwoToBF16(from_high, floats, two_to_bf16);
+    uint16_t high_to_bf16[kLanes];
+    intrinsics::ToBF16(from_high, high_to_bf16);
+    float picked[kLanes];
+    intrinsics::PickFloats(words, floats, picked);
     intrinsics::ToInts(floats, ints);
     intrinsics::FromInts(words, from_ints);
     intrinsics::FromHalves(halves, from_halves);
@@ -492,6 +507,9 @@ TEST_F(Avx512Intrinsics, ConversionsKeepTheOrderOfLanes) {
       EXPECT_EQ(to_bf16[i], std::fpclassify(floats[i]) == FP_SUBNORMAL
                                 ? Bits(floats[i]) >> 16 & 0x8000U
                                 : F32ToBf16(floats[i]));
+      EXPECT_EQ(two_to_bf16[i], to_bf16[i]);
+      EXPECT_EQ(two_to_bf16[kLanes + i], high_to_bf16[i]);
+      EXPECT_EQ(Bits(picked[i]), Bits(floats[words[i] % kLanes]));
       EXPECT_EQ(Bits(parts[i]), Bits(floats[i]));
     }
   }

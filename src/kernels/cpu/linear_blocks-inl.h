@@ -52,6 +52,52 @@ struct BlockNumbers {
     return numbers;
   }
 
+#if defined(QUIRE_SIMD_AVX512)
+  // What 4-bit codes stand for, by a table of numbers whose index takes the lower four bits.
+  struct Table {
+    float numbers[16];
+  };
+  static constexpr Table kTable = [] {
+    constexpr int kOffset = kLayout.offset_bits == 0 ? 0 : 1 << kLayout.offset_bits;
+    Table table{};
+    for (int code = 0; code < 16; ++code) {
+      const int number = kLayout.values == nullptr ? code - kOffset : kLayout.values[code];
+      table.numbers[code] = static_cast<float>(number);
+    }
+    return table;
+  }();
+  template <int kShift>
+  QUIRE_INLINE VF NibbleNumber(VB both, VF table, const CodeNumbers& numbers) {
+    VF number = _mm512_permutexvar_ps(ShiftRight<kShift>(both), table);
+    if constexpr (kLayout.scales == BlockScales::kWordWithZero) {
+      number = Add(number, SumsToF32(numbers.minus_zero));
+    }
+    number = Mul(number, numbers.scale);
+    if constexpr (kHasSummand) number = Add(number, numbers.summand);
+    return number;
+  }
+  template <int kShift>
+  QUIRE_INLINE void StoreTabled(VB both, VF table, const CodeNumbers& numbers, Element* panel,
+                                int64_t input) {
+    Put(panel, input / 2,
+        {NibbleNumber<kShift>(both, table, numbers),
+         NibbleNumber<kShift + 8>(both, table, numbers)});
+    Put(panel, input / 2 + 1,
+        {NibbleNumber<kShift + 16>(both, table, numbers),
+         NibbleNumber<kShift + 24>(both, table, numbers)});
+  }
+  QUIRE_INLINE void StoreTabledGroup(const WeightGroup& group, const CodeNumbers& numbers,
+                                     Element* panel) {
+    const VF table = Load(kTable.numbers);
+    QUIRE_UNROLL
+    for (int64_t quad = 0; quad < 4; ++quad) {
+      const VB both = LoadBytes(group.codes + quad * 64);
+      StoreTabled<0>(both, table, numbers, panel, 4 * quad);
+      StoreTabled<4>(both, table, numbers, panel, 16 + 4 * quad);
+    }
+  }
+#endif
+
   template <int kQuad>
   QUIRE_INLINE void StoreNibbles(const WeightGroup& group, VB fifth, const CodeNumbers& numbers,
                                  Element* panel) {
@@ -99,9 +145,14 @@ struct BlockNumbers {
     } else {
       const CodeNumbers numbers = NumbersOf(group);
       if constexpr (kLayout.codes == CodeBits::kEight) {
+        QUIRE_UNROLL
         for (int64_t quad = 0; quad < 8; ++quad) {
           StoreQuad(LoadBytes(group.codes + quad * 64), numbers, panel, 4 * quad);
         }
+#if defined(QUIRE_SIMD_AVX512)
+      } else if constexpr (kLayout.codes == CodeBits::kFour) {
+        StoreTabledGroup(group, numbers, panel);
+#endif
       } else {
         const VB fifth = FifthBits<kFormat>(group);
         StoreNibbles<0>(group, fifth, numbers, panel);
