@@ -107,7 +107,7 @@ def _measure(
     of_reference = arguments.given(options, ("dtype", "threads"))
     of_model = arguments.given(options, ("dtype", "threads", "activations"))
     pieces = kv_quality.pieces_of(ids, options.context)
-    found = []
+    found: list[ModelQuality] = []
 
     def compare(model: quire.Engine, reference: quire.Engine, kv_dtype: str, against: str) -> None:
         is_reference = model is reference
