@@ -203,6 +203,49 @@ def test_logits_are_near_those_of_the_stored_weights(tmp_path, form):
     )
 
 
+def mxfp4(w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, two in a byte, exponents of two of 32 inputs, and the numbers that they stand for."""
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    groups = w.reshape(len(w), -1, 32).astype(np.float32)
+    exponents = np.floor(np.log2(np.abs(groups).max(axis=2, keepdims=True))) - 2
+    scaled = groups * 2.0**-exponents
+    codes = np.abs(np.abs(scaled)[..., None] - numbers).argmin(axis=3)
+    values = np.copysign(numbers[codes], scaled) * 2.0**exponents
+    signed = (codes + 8 * (scaled < 0)).astype(np.uint8).reshape(len(w), -1)
+    return (
+        signed[:, ::2] | signed[:, 1::2] << np.uint8(4),
+        (exponents[..., 0] + 127).astype(np.uint8),
+        values.reshape(w.shape).astype(np.float32),
+    )
+
+
+def test_mxfp4_of_compressed_tensors(tmp_path):
+    model = TinyModel(tmp_path / "model", SHAPE)
+    stored: Tensors = {}
+    for name, w in model.weights.items():
+        if not is_quantised(name):
+            stored[name] = w
+            continue
+        codes, exponents, model.weights[name] = mxfp4(w)
+        stored |= {name + "_packed": codes, name + "_scale": exponents}
+    write_safetensors(tmp_path / "model" / "model.safetensors", stored)
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    kind = "mxfp4-pack-quantized"
+    group = {"format": kind, "targets": ["Linear"], "weights": weights}
+    config = {"quant_method": "compressed-tensors", "format": kind}
+    config_with(tmp_path / "model", config | {"config_groups": {"group_0": group}})
+    theirs = model.logits(model.tokenizer.encode(TEXT).ids)
+    assert 0 < np.abs(logits(model) - theirs).mean() < 0.02 * theirs.std()
+    ours = logits(model, activations="float32")
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * theirs.std())
+    with quire.Engine(model.directory, threads=1, kv_bytes=1 << 20) as engine:
+        assert "MXFP4" in engine.info.weight_types
+    packed_folder = quire.pack_model(model.directory, tmp_path / "packed", dtype="float32")
+    given = {"dtype": "float32", "kv_dtype": "float32", "threads": 1, "kv_bytes": 1 << 20}
+    with quire.Engine(packed_folder, activations="float32", **given) as engine:
+        assert np.array_equal(engine.logits(TEXT), ours)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_do_not_depend_on_cuts_threads_or_the_path(tmp_path, form):
     model = model_of(tmp_path / "model", FORMS[form])

@@ -107,10 +107,21 @@ Status ReadBlocks(const JsonValue& json, std::string_view field, FolderQuantisat
   return Status();
 }
 
+// MXFP4: groups of 32 with a power of two each.
+Status CheckFloat4Group(const JsonValue& weights) {
+  constexpr std::string_view kStrategies[] = {"group"};
+  QUIRE_RETURN_IF_ERROR(ReadName(weights, "strategy", "tensor", kStrategies).status());
+  QUIRE_ASSIGN_OR_RETURN(const int64_t size, weights.GetInt("group_size"));
+  if (size == kQuantGroup) return Status();
+  return NotRead(weights, "group_size", std::to_string(size),
+                 "with float weights of 4 bits read is " + std::to_string(kQuantGroup));
+}
+
 Status ReadFloatGroup(const JsonValue& weights, FolderQuantisation* quantisation) {
   constexpr std::string_view kStrategies[] = {"block", "channel", "tensor"};
   QUIRE_ASSIGN_OR_RETURN(const int64_t bits, weights.GetInt("num_bits"));
-  if (bits != 8) return NotRead(weights, "num_bits", std::to_string(bits), "read is 8");
+  if (bits == 4) return CheckFloat4Group(weights);
+  if (bits != 8) return NotRead(weights, "num_bits", std::to_string(bits), "read are 4 and 8");
   QUIRE_ASSIGN_OR_RETURN(const std::string strategy,
                          ReadName(weights, "strategy", "tensor", kStrategies));
   if (strategy != "block") return Status();
@@ -119,7 +130,7 @@ Status ReadFloatGroup(const JsonValue& weights, FolderQuantisation* quantisation
 
 Status ReadCompressedGroup(const JsonValue& group, FolderQuantisation* quantisation) {
   constexpr std::string_view kForms[] = {"pack-quantized", "int-quantized", "float-quantized",
-                                         "naive-quantized"};
+                                         "naive-quantized", "mxfp4-pack-quantized"};
   constexpr std::string_view kTypes[] = {"float", "int"};
   constexpr std::string_view kStrategies[] = {"channel", "group", "tensor"};
   QUIRE_RETURN_IF_ERROR(ReadName(group, "format", kForms[0], kForms).status());
@@ -134,8 +145,13 @@ Status ReadCompressedGroup(const JsonValue& group, FolderQuantisation* quantisat
 }
 
 Result<FolderQuantisation> ReadCompressed(const JsonValue& json) {
-  constexpr std::string_view kForms[] = {"pack-quantized",  "int-quantized",   "float-quantized",
-                                         "naive-quantized", "mixed-precision", "dense"};
+  constexpr std::string_view kForms[] = {"pack-quantized",
+                                         "int-quantized",
+                                         "float-quantized",
+                                         "naive-quantized",
+                                         "mxfp4-pack-quantized",
+                                         "mixed-precision",
+                                         "dense"};
   QUIRE_RETURN_IF_ERROR(ReadName(json, "format", "dense", kForms).status());
   QUIRE_RETURN_IF_ERROR(RefuseMember(json, "sparsity_config", "format", "dense"));
   QUIRE_RETURN_IF_ERROR(RefuseMember(json, "transform_config", "config_groups", ""));

@@ -38,6 +38,15 @@ json CompressedFloat8() {
   return config;
 }
 
+json Mxfp4() {
+  json config = Compressed();
+  config["format"] = "mxfp4-pack-quantized";
+  config["config_groups"]["group_0"]["format"] = "mxfp4-pack-quantized";
+  config["config_groups"]["group_0"]["weights"] = {
+      {"num_bits", 4}, {"type", "float"}, {"strategy", "group"}, {"group_size", 32}};
+  return config;
+}
+
 TEST(Quantisation, FormsAreRead) {
   const FolderQuantisation gptq = Read(Gptq()).value();
   EXPECT_EQ(gptq.scheme, FolderScheme::kGptq);
@@ -54,6 +63,10 @@ TEST(Quantisation, FormsAreRead) {
   const json own{{"quant_method", "awq"}, {"w_bit", 4}, {"q_group_size", 128}, {"version", "GEMM"}};
   EXPECT_EQ(Read(own)->group_size, 128);
   EXPECT_EQ(Read(Compressed())->scheme, FolderScheme::kCompressed);
+  const auto mxfp4 = Read(Mxfp4());
+  ASSERT_TRUE(mxfp4.ok()) << mxfp4.status().ToString();
+  EXPECT_EQ(mxfp4->scheme, FolderScheme::kCompressed);
+  EXPECT_EQ(mxfp4->block_outputs, 0);
 }
 
 TEST(Quantisation, Float8IsReadWithItsBlocks) {
@@ -111,7 +124,12 @@ TEST(Quantisation, WhatIsNotReadIsRefusedByFieldAndValue) {
       {Float8(), "/weight_block_size", {128}, ".weight_block_size: expected two sizes"},
       {Float8(), "/weight_block_size", 128, ".weight_block_size: expected an array"},
       {Float8(), "/weight_block_size/1", 0, ".weight_block_size[1]: 0 is not in [1, "},
-      {CompressedFloat8(), group + "/weights/num_bits", 4, ".weights.num_bits: 4 is not read"},
+      {CompressedFloat8(), group + "/weights/num_bits", 6, ".weights.num_bits: 6 is not read"},
+      {CompressedFloat8(), group + "/weights/num_bits", 4,
+       ".weights.strategy: \"block\" is not read; read are group"},
+      {Mxfp4(), group + "/weights/group_size", 16,
+       ".weights.group_size: 16 is not read; with float weights of 4 bits read is 32"},
+      {Mxfp4(), group + "/weights/group_size", nullptr, "\"group_size\" is missing"},
       {CompressedFloat8(), group + "/weights/strategy", "group",
        ".weights.strategy: \"group\" is not read; read are block, channel, tensor"},
       {CompressedFloat8(), group + "/weights/block_structure", nullptr,

@@ -54,7 +54,26 @@ Result<CheckpointTensor> FolderMatrix::Find(const std::string& suffix, std::stri
   return FindTyped(*checkpoint_, name_ + suffix, type, shape);
 }
 
+// MXFP4 of kCompressed.
+Status FolderMatrix::FindPowers() {
+  bits_ = 4;
+  has_powers_ = true;
+  code_order_ = Codes::kRowBytes;
+  group_inputs_ = kQuantGroup;
+  group_count_ = k_ / kQuantGroup;
+  const int64_t codes[] = {n_, k_ / 2};
+  const int64_t scales[] = {n_, group_count_};
+  QUIRE_ASSIGN_OR_RETURN(codes_, Find(".weight_packed", "U8", codes));
+  QUIRE_ASSIGN_OR_RETURN(scales_, Find(".weight_scale", "U8", scales));
+  return Has(".weight_g_idx") ? FindGroups(".weight_g_idx") : Status();
+}
+
 Status FolderMatrix::FindCompressed() {
+  if (Has(".weight_packed")) {
+    QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor packed,
+                           checkpoint_->Find(name_ + ".weight_packed"));
+    if (packed.stored->type_name == "U8") return FindPowers();
+  }
   QUIRE_ASSIGN_OR_RETURN(scales_, FindScales(*checkpoint_, name_ + ".weight_scale"));
   const std::vector<int64_t>& scales = scales_->stored->shape;
   has_one_scale_ = ScaleCount(*scales_) == 1;
@@ -148,6 +167,7 @@ bool FolderMatrix::is_wide() const {
 }
 
 WeightFormat FolderMatrix::format() const {
+  if (has_powers_) return WeightFormat::kMXFP4;
   const bool has_zeros = zero_order_ != Zeros::kNone;
   if (bits_ == 8 && is_wide()) return has_zeros ? WeightFormat::kI8ZWide : WeightFormat::kI8GWide;
   if (bits_ == 8) return has_zeros ? WeightFormat::kI8Z : WeightFormat::kI8G;
@@ -251,6 +271,11 @@ void FolderMatrix::ReadCodes(int64_t output, std::span<const int32_t> order, int
   switch (code_order_) {
     case Codes::kBytes:
       return fill([&](int64_t input) { return NumberAt<int8_t>(tensor, output * k_ + input); });
+    case Codes::kRowBytes:
+      return fill([&](int64_t input) {
+        const auto both = NumberAt<uint8_t>(tensor, output * (k_ / 2) + input / 2);
+        return input % 2 == 0 ? both & 15 : both >> 4;
+      });
     case Codes::kRowWords:
       return fill(
           [&](int64_t input) { return unpack(output * (k_ / per) + input / per, input % per); });
@@ -268,9 +293,13 @@ void FolderMatrix::WriteRow(int64_t output, std::span<const int32_t> order, int8
   const int64_t block = BlockInputs(format());
   ReadCodes(output, order, codes);
   for (int64_t begin = 0; begin < k_; begin += block) {
-    const uint32_t word = WordAt(output, begin / group_inputs_);
-    std::memcpy(row, &word, sizeof(word));
-    row += sizeof(word);
+    if (has_powers_) {
+      *row++ = NumberAt<std::byte>(*scales_, output * group_count_ + begin / kQuantGroup);
+    } else {
+      const uint32_t word = WordAt(output, begin / group_inputs_);
+      std::memcpy(row, &word, sizeof(word));
+      row += sizeof(word);
+    }
     if (bits_ == 8) {
       std::memcpy(row, codes + begin, static_cast<size_t>(block));
       row += block;

@@ -39,6 +39,8 @@ struct FolderQuantisation {
 //   4
 //     or 8 bits in a word, raised by half their range; name.weight_scale [n, groups], [n] or [1];
 //     name.weight_zero_point, int8 [n, groups] or int32 [n / per, groups]; name.weight_g_idx [k].
+//     Or name.weight_packed uint8 [n, k / 2], codes of MXFP4, the first of two in the low half of a
+//     byte; name.weight_scale uint8 [n, k / 32], s: w = 2^(s - 127) times the code's number.
 //   kGptq: name.qweight int32 [k / per, n]; name.qzeros int32 [groups, n / per]; name.scales
 //     [groups, n]; name.g_idx int32 [k].
 //   kAwq: name.qweight int32 [k, n / 8]; name.qzeros int32 [groups, n / 8]; name.scales
@@ -73,13 +75,14 @@ class FolderMatrix {
   void Release() const noexcept;
 
  private:
-  enum class Codes : uint8_t { kBytes, kRowWords, kInputWords, kOutputWords };
+  enum class Codes : uint8_t { kBytes, kRowBytes, kRowWords, kInputWords, kOutputWords };
   enum class Zeros : uint8_t { kNone, kBytes, kRowWords, kColumnWords };
 
   FolderMatrix(const Checkpoint& checkpoint, std::string name, int64_t n, int64_t k)
       : checkpoint_(&checkpoint), name_(std::move(name)), n_(n), k_(k) {}
 
   Status FindCompressed();
+  Status FindPowers();
   Status FindWords(const FolderQuantisation& quantisation);
   Status FindZeros();
   Status FindGroups(const std::string& suffix);
@@ -110,6 +113,7 @@ class FolderMatrix {
   bool interleaves_ = false;      // outputs in a word: 0, 2, 4, 6, 1, 3, 5, 7
   bool scales_by_group_ = false;  // [groups, n], not [n, groups]
   bool has_one_scale_ = false;    // of the whole matrix
+  bool has_powers_ = false;       // scales are exponents of two
   std::optional<CheckpointTensor> codes_, scales_, zeros_, groups_;
 };
 

@@ -283,6 +283,70 @@ TEST_F(QuantisedFolderTest, CompressedTensorsAreReadToTheBit) {
   }
 }
 
+// Codes of a sign, two bits of exponent and one of mantissa, two in a byte, with exponents of two.
+void AddMxfp4(RawCheckpoint& file, const Matrix& m, const std::vector<uint8_t>& exponents) {
+  std::vector<uint8_t> bytes;
+  for (size_t i = 0; i < m.codes.size(); i += 2) {
+    bytes.push_back(static_cast<uint8_t>(m.codes[i] | m.codes[i + 1] << 4));
+  }
+  file.Add("a.weight_packed", "U8", {m.n, m.k / 2}, bytes);
+  file.Add("a.weight_scale", "U8", {m.n, m.groups()}, exponents);
+}
+
+TEST_F(QuantisedFolderTest, Mxfp4OfCompressedTensorsIsReadToTheBit) {
+  constexpr float kNumbers[] = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};
+  Matrix m(4, 19, 192, 32);
+  std::vector<uint8_t> exponents;
+  for (int64_t i = 0; i < m.n * m.groups(); ++i) {
+    exponents.push_back(static_cast<uint8_t>(i % 17 == 0 ? 254 - i % 3 : 100 + i % 40));
+  }
+  exponents[3] = 0;
+  RawCheckpoint file;
+  AddMxfp4(file, m, exponents);
+  const auto matrix = Open(file, kCompressed, m.n, m.k);
+  ASSERT_TRUE(matrix.ok()) << matrix.status().ToString();
+  EXPECT_EQ(matrix->format(), WeightFormat::kMXFP4);
+  EXPECT_FALSE(matrix->has_groups_of_inputs());
+  std::vector<float> values(static_cast<size_t>(m.n * m.k));
+  ASSERT_TRUE(matrix->Read({}, values.data(), *CreateThreadPool(1).value()).ok());
+  const HostMemory packed =
+      HostMemory::Allocate(PackedQuantisedBytes(WeightFormat::kMXFP4, m.n, m.k)).value();
+  ASSERT_TRUE(matrix->Pack({}, packed.data(), *CreateThreadPool(2).value()).ok());
+  std::vector<float> row(static_cast<size_t>(m.k));
+  for (int64_t output = 0; output < m.n; ++output) {
+    ReadPackedQuantisedRow(WeightFormat::kMXFP4, packed.data(), m.k, output, row.data());
+    for (int64_t i = 0; i < m.k; ++i) {
+      const int code = m.code(output, i);
+      const float size = std::ldexp(kNumbers[code & 7], exponents[m.place(output, i / 32)] - 127);
+      const float expected = code < 8 ? size : -size;
+      ASSERT_EQ(row[static_cast<size_t>(i)], expected) << output << ' ' << i;
+      ASSERT_EQ(values[static_cast<size_t>(output * m.k + i)], expected) << output << ' ' << i;
+    }
+  }
+}
+
+TEST_F(QuantisedFolderTest, Mxfp4OfOtherShapesOrTypesIsNamed) {
+  const Matrix m(4, 4, 64, 32);
+  const std::vector<uint8_t> exponents(8, 127);
+  RawCheckpoint narrow;
+  AddMxfp4(narrow, m, exponents);
+  ExpectRefused(narrow, kCompressed, StatusCode::kCorrupt, "\"a.weight_packed\" is U8 [4, 32]", 4,
+                128);
+  RawCheckpoint scales;
+  scales.Add("a.weight_packed", "U8", {4, 32}, std::vector<uint8_t>(128));
+  scales.Add("a.weight_scale", "F8_E4M3", {4, 2}, exponents);
+  ExpectRefused(scales, kCompressed, StatusCode::kCorrupt, "\"a.weight_scale\" is F8_E4M3 [4, 2]",
+                4, 64);
+  RawCheckpoint groups;  // of 16 inputs
+  groups.Add("a.weight_packed", "U8", {4, 32}, std::vector<uint8_t>(128));
+  groups.Add("a.weight_scale", "U8", {4, 4}, std::vector<uint8_t>(16));
+  ExpectRefused(groups, kCompressed, StatusCode::kCorrupt, "\"a.weight_scale\" is U8 [4, 4]", 4,
+                64);
+  RawCheckpoint alone;
+  alone.Add("a.weight_packed", "U8", {4, 32}, std::vector<uint8_t>(128));
+  ExpectRefused(alone, kCompressed, StatusCode::kNotFound, "\"a.weight_scale\" is in none", 4, 64);
+}
+
 TEST_F(QuantisedFolderTest, ScalesOfOutputsOrOfAllAreReadToTheBit) {
   Matrix m(8, 19, 256, 256);
   std::ranges::fill(m.zeros, 128);
