@@ -18,7 +18,8 @@ CHAT_TEMPLATE = (
 )
 EOS = "<|im_end|>"
 _STORED_TYPES = {
-    "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int8": "I8"
+    "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int8": "I8",
+    "uint8": "U8"
 }
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", EOS]
 _CORPUS = [
