@@ -40,12 +40,12 @@ struct PairPanel {
 #if defined(QUIRE_SIMD_BF16)
     if constexpr (kAreNormal) {
       // Word 2 i is that of even number i, word 2 i + 1 that of the odd one.
-      alignas(64) static constexpr uint16_t kOrder[] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
-                                                        21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
-                                                        11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+      static constexpr uint16_t kOrder[] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                            21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                            11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
       const auto both = (__m512i)_mm512_cvtne2ps_pbh(numbers.odd, numbers.even);
       const __m512i pairs =
-          _mm512_mask_permutexvar_epi16(both, 0xFFFFFFFFU, _mm512_load_si512(kOrder), both);
+          _mm512_mask_permutexvar_epi16(both, 0xFFFFFFFFU, _mm512_loadu_si512(kOrder), both);
       return _mm512_storeu_si512(panel + 2 * (pair * kOutputBlock + output), pairs);
     }
 #endif
