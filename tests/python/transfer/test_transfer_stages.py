@@ -9,6 +9,7 @@ what it reads, one line a command. Or it is the network between the two.
 from __future__ import annotations
 
 import json
+import os
 import select
 import signal
 import socket
@@ -56,6 +57,7 @@ class Program:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         self.endpoint = str(self.read())
 
