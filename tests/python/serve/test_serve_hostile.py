@@ -155,7 +155,7 @@ def test_a_client_that_does_not_read_is_dropped(strict: Server) -> None:
 
 def test_an_answer_that_nobody_reads_ends_with_an_error(tiny: TinyModel) -> None:
     """Long before the client counts as slow: what waits for it is bounded."""
-    near = ("--limit", "unread_bytes=100K", "--limit", "write_buffer_bytes=4K")
+    near = ("--limit", "unread_bytes=1M", "--limit", "write_buffer_bytes=4K")
     options = ("--no-prefix-cache", "--page-size", "16", *near)
     with running(tiny.directory, *options) as server, contextlib.ExitStack() as stack:
         with counted(server, "unread_bytes"):
