@@ -65,6 +65,12 @@ class EngineSnapshot : public testing::Test {
     engine.CheckInvariants();
     return saved;
   }
+  // Saves what a cache alone holds as KV of an engine with products in float32.
+  Status SaveOf(AttentionKVCache& cache) {
+    SnapshotContents contents = contents_;
+    contents.identity.numerics = "model=float32";
+    return quire::SaveSnapshot(cache, 0, contents, path_);
+  }
   Result<SnapshotInfo> Load(EngineImpl& engine) {
     Result<SnapshotInfo> info = engine.LoadSnapshot(contents_.identity, path_, {});
     engine.CheckInvariants();
@@ -231,11 +237,11 @@ TEST_F(EngineSnapshot, WhatDoesNotFitIsRefused) {
   ASSERT_FALSE(RunForward(*model, *cache, 0, tokens).empty());
   contents_.tokens = tokens;
   contents_.tokens[70] = 101;
-  ASSERT_TRUE(quire::SaveSnapshot(*cache, 0, contents_, path_).ok());
+  ASSERT_TRUE(SaveOf(*cache).ok());
   const auto engine = Create();
   EXPECT_EQ(Load(*engine).status().code(), StatusCode::kBadArgument);
   contents_.tokens = tokens;
-  ASSERT_TRUE(quire::SaveSnapshot(*cache, 0, contents_, path_).ok());
+  ASSERT_TRUE(SaveOf(*cache).ok());
   ASSERT_TRUE(Load(*engine).ok());
   const auto plan = Engine::PlanMemory(
       {.model_directory = folder_.path(), .dtype = DType::kF32, .threads = 1, .page_size = 16});
@@ -256,7 +262,7 @@ TEST_F(EngineSnapshot, AWindowOfTheFileIsNoneOfRequests) {
     ASSERT_TRUE(cache->EnableSlidingWindowForSeq(0, window, 4).ok());
     ASSERT_FALSE(RunForward(*model, *cache, 0, tokens).empty());
     contents_.tokens = tokens;
-    ASSERT_TRUE(quire::SaveSnapshot(*cache, 0, contents_, path_).ok());
+    ASSERT_TRUE(SaveOf(*cache).ok());
     const auto engine = Create();
     const Status loaded = Load(*engine).status();
     EXPECT_EQ(loaded.ok(), window > 40) << loaded.ToString();
