@@ -48,6 +48,11 @@ def process(
     )
 
 
+def same_imports() -> dict[str, str]:
+    """The environment of a process that finds what this one imports."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
 def run_source(source: str, *arguments: str, timeout: float = 300) -> None:
     """Runs Python's source in a process of its own, such as one that forks: it must end well."""
     ended = subprocess.run(
@@ -56,7 +61,7 @@ def run_source(source: str, *arguments: str, timeout: float = 300) -> None:
         text=True,
         timeout=timeout,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env=same_imports(),
     )
     assert ended.returncode == 0, ended.stderr
 

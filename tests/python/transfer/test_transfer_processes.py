@@ -22,15 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 import quire
-from program import Certificates, use_ucx
+from program import Certificates, same_imports, use_ucx
 from quire import KVCache, LayerSpec, TransferListener, TransferPeer, _ffi
 from test_transfer import LAYERS, extend, make_cache
 
 SECONDS = 60.0  # for what must come; nothing waits so long
 PROMPT = list(range(1000, 1040))
-
-# Other processes import what this file does.
-WITH_PATH = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 class OtherProcess:
@@ -42,7 +39,7 @@ class OtherProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=WITH_PATH,
+            env=same_imports(),
         )
 
     def read(self) -> Any:
@@ -627,7 +624,7 @@ def test_a_server_without_files_left_waits(server: str) -> None:
         text=True,
         timeout=SECONDS,
         check=False,
-        env=WITH_PATH,
+        env=same_imports(),
     )
     assert ended.returncode == 0, ended.stderr
     assert float(ended.stdout) < 0.2  # of a second, which it once took whole

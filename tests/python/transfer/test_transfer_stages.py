@@ -9,7 +9,6 @@ what it reads, one line a command. Or it is the network between the two.
 from __future__ import annotations
 
 import json
-import os
 import select
 import signal
 import socket
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import quire
+from program import same_imports
 from quire import KVCache, TransferListener, TransferPeer
 from test_transfer import LAYERS, extend, inputs, make_cache
 
@@ -57,7 +57,7 @@ class Program:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=same_imports(),
         )
         self.endpoint = str(self.read())
 
