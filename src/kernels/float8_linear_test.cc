@@ -11,17 +11,12 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
 #include "kernels/float8_weights.h"
+#include "kernels/testing/nan_memory.h"
 #include "tensor/float8.h"
 #include "tensor/host_memory.h"
 
 namespace quire {
 namespace {
-
-HostMemory MemoryOfNaNs(size_t bytes) {
-  HostMemory memory = HostMemory::Allocate(bytes).value();
-  if (bytes > 0) std::memset(memory.data(), 0xFF, memory.size());
-  return memory;
-}
 
 // [n][k] codes with all kinds of scales, and the numbers that they stand for.
 struct Float8Matrix {
@@ -81,7 +76,7 @@ std::vector<float> Outputs(const Backend& backend, const PackedLinear& w, const 
   for (float& value : x) value = static_cast<float>(random.Uniform(-x_size, x_size));
   std::vector<float> y(static_cast<size_t>(call.rows * (w.n + 5)), 0.25F);
   const HostMemory scratch =
-      MemoryOfNaNs(backend.linear_scratch_bytes(call.rows, w.n, w.k, runner.worker_count()));
+      NaNMemory(backend.linear_scratch_bytes(call.rows, w.n, w.k, runner.worker_count()));
   backend.linear({.w = w,
                   .row_count = call.rows,
                   .x = x.data(),
@@ -101,7 +96,7 @@ void ExpectBitsOfTheNumbers(const Backend& backend, const Float8Matrix& m, const
   std::vector<float> bias(static_cast<size_t>(m.n));
   for (size_t i = 0; i < bias.size(); ++i) bias[i] = 0.1F * static_cast<float>(i % 7);
   PackedLinear w{.dtype = call.dtype, .n = m.n, .k = m.k, .bias = bias.data()};
-  const HostMemory dense = MemoryOfNaNs(backend.packed_linear_bytes(call.dtype, m.n, m.k));
+  const HostMemory dense = NaNMemory(backend.packed_linear_bytes(call.dtype, m.n, m.k));
   backend.pack_linear(m.numbers.data(), DType::kF32, m.n, m.k, call.dtype, dense.data(), *runner);
   w.data = dense.data();
   const std::vector<float> expected = Outputs(backend, w, call, *runner, x_size);

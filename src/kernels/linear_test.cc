@@ -13,6 +13,7 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
 #include "kernels/linear_layout.h"
+#include "kernels/testing/nan_memory.h"
 #include "kernels/testing/random_floats.h"
 #include "tensor/half.h"
 #include "tensor/host_memory.h"
@@ -29,14 +30,6 @@ std::vector<float> Rounded(std::vector<float> values, DType dtype) {
   ConvertElements(values.data(), DType::kF32, bits.data(), dtype, count);
   ConvertElements(bits.data(), dtype, values.data(), DType::kF32, count);
   return values;
-}
-
-// Memory of which every byte before use is 0xFF, so that what is read without having been written
-// is a NaN.
-HostMemory NaNMemory(size_t bytes) {
-  HostMemory memory = HostMemory::Allocate(bytes).value();
-  if (bytes > 0) std::memset(memory.data(), 0xFF, memory.size());
-  return memory;
 }
 
 struct Case {

@@ -12,6 +12,7 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
 #include "kernels/quantised_weights.h"
+#include "kernels/testing/nan_memory.h"
 #include "kernels/testing/quantised_rows.h"
 #include "tensor/host_memory.h"
 
@@ -22,13 +23,6 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 std::vector<std::byte> RandomRows(WeightFormat format, int64_t n, int64_t k, uint64_t seed) {
   return RandomQuantisedRows(format, n, k, 4, seed);
-}
-
-// Memory of which every byte before use is 0xFF.
-HostMemory DirtyMemory(size_t bytes) {
-  HostMemory memory = HostMemory::Allocate(bytes).value();
-  if (bytes > 0) std::memset(memory.data(), 0xFF, memory.size());
-  return memory;
 }
 
 struct Case {
@@ -63,7 +57,7 @@ std::vector<float> RunKernel(const Backend& backend, const Case& c, const Data& 
                              ParallelRunner& runner, const int32_t* input_order = nullptr) {
   const HostMemory packed = HostMemory::Allocate(PackedQuantisedBytes(c.format, c.n, c.k)).value();
   PackQuantised(c.format, data.weights.data(), c.n, c.k, 0, packed.data(), runner);
-  const HostMemory scratch = DirtyMemory(backend.quantised_scratch_bytes(c.rows, c.k));
+  const HostMemory scratch = NaNMemory(backend.quantised_scratch_bytes(c.rows, c.k));
   std::vector<float> y(static_cast<size_t>(c.rows * c.n), kNaN);
   const QuantisedLinear w{.format = c.format,
                           .n = c.n,
@@ -201,7 +195,7 @@ void CheckAccumulating(const Backend& backend, int64_t rows) {
   const auto pool = CreateThreadPool(1).value();
   const HostMemory packed = HostMemory::Allocate(PackedQuantisedBytes(c.format, c.n, c.k)).value();
   PackQuantised(c.format, data.weights.data(), c.n, c.k, 0, packed.data(), *pool);
-  const HostMemory scratch = DirtyMemory(backend.quantised_scratch_bytes(c.rows, c.k));
+  const HostMemory scratch = NaNMemory(backend.quantised_scratch_bytes(c.rows, c.k));
   constexpr int64_t kStride = 30;
   std::vector<float> y(static_cast<size_t>(c.rows * kStride), 0.25F);
   const QuantisedLinear w{
@@ -257,7 +251,7 @@ TEST_P(QuantisedLinearTest, SeveralPartsGiveTheBitsOfEach) {
                        .data = packed[i].data(),
                        .bias = cases[i].bias ? data[i].bias.data() : nullptr});
     }
-    const HostMemory scratch = DirtyMemory(backend().quantised_scratch_bytes(rows, kK));
+    const HostMemory scratch = NaNMemory(backend().quantised_scratch_bytes(rows, kK));
     for (const int threads : {1, 3}) {
       std::vector<float> y(static_cast<size_t>(rows * kStride), 0.25F);
       backend().quantised_linear({.parts = parts,

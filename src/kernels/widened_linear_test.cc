@@ -12,18 +12,13 @@
 #include "kernels/backend.h"
 #include "kernels/cpu/paths.h"
 #include "kernels/quantised_weights.h"
+#include "kernels/testing/nan_memory.h"
 #include "kernels/testing/quantised_rows.h"
 #include "tensor/half.h"
 #include "tensor/host_memory.h"
 
 namespace quire {
 namespace {
-
-HostMemory FilledWithNaNs(size_t bytes) {
-  HostMemory memory = HostMemory::Allocate(bytes).value();
-  if (bytes > 0) std::memset(memory.data(), 0xFF, memory.size());
-  return memory;
-}
 
 struct Case {
   WeightFormat format = WeightFormat::kQ8_0;
@@ -77,7 +72,7 @@ std::vector<float> Outputs(const Backend& backend, const PackedLinear& w, const 
                            const std::vector<float>& x, ParallelRunner& runner) {
   std::vector<float> y(static_cast<size_t>(c.rows * (c.n + 5)), 0.25F);
   const HostMemory scratch =
-      FilledWithNaNs(backend.linear_scratch_bytes(c.rows, c.n, c.k, runner.worker_count()));
+      NaNMemory(backend.linear_scratch_bytes(c.rows, c.n, c.k, runner.worker_count()));
   backend.linear({.w = w,
                   .row_count = c.rows,
                   .x = x.data(),
@@ -131,7 +126,7 @@ class WidenedLinearTest : public testing::TestWithParam<const Backend*> {
     for (size_t i = 0; i < bias.size(); ++i) bias[i] = 0.1F * static_cast<float>(i % 7);
     const std::vector<float> numbers = NumbersOf(c, rows);
     PackedLinear w{.dtype = c.weights, .n = c.n, .k = c.k, .bias = bias.data()};
-    const HostMemory stored = FilledWithNaNs(backend().packed_linear_bytes(c.weights, c.n, c.k));
+    const HostMemory stored = NaNMemory(backend().packed_linear_bytes(c.weights, c.n, c.k));
     backend().pack_linear(numbers.data(), DType::kF32, c.n, c.k, c.weights, stored.data(), *runner);
     w.data = stored.data();
     const std::vector<int32_t> order = OrderOf(c.k);

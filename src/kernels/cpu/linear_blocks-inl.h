@@ -22,13 +22,17 @@ struct BlockNumbers {
   static constexpr bool kAreNormal =
       !HasWords(kFormat) && kLayout.scales != BlockScales::kPowerOfTwo;
 
+  // `code`: the zero taken off.
+  QUIRE_INLINE VF Scaled(VF code, const CodeNumbers& numbers) {
+    const VF number = Mul(code, numbers.scale);
+    return kHasSummand ? Add(number, numbers.summand) : number;
+  }
+
   template <int kInput>
   QUIRE_INLINE VF Number(VB quad, const CodeNumbers& numbers) {
     VI code = CodesOfInput<kInput>(quad);
     if constexpr (kHasZero) code = AddInts(code, numbers.minus_zero);
-    VF number = Mul(SumsToF32(code), numbers.scale);
-    if constexpr (kHasSummand) number = Add(number, numbers.summand);
-    return number;
+    return Scaled(SumsToF32(code), numbers);
   }
 
   QUIRE_INLINE void Put(Element* panel, int64_t pair, WidePair numbers) {
@@ -68,13 +72,11 @@ struct BlockNumbers {
   }();
   template <int kShift>
   QUIRE_INLINE VF NibbleNumber(VB both, VF table, const CodeNumbers& numbers) {
-    VF number = _mm512_permutexvar_ps(ShiftRight<kShift>(both), table);
+    VF code = _mm512_permutexvar_ps(ShiftRight<kShift>(both), table);
     if constexpr (kLayout.scales == BlockScales::kWordWithZero) {
-      number = Add(number, SumsToF32(numbers.minus_zero));
+      code = Add(code, SumsToF32(numbers.minus_zero));
     }
-    number = Mul(number, numbers.scale);
-    if constexpr (kHasSummand) number = Add(number, numbers.summand);
-    return number;
+    return Scaled(code, numbers);
   }
   template <int kShift>
   QUIRE_INLINE void StoreTabled(VB both, VF table, const CodeNumbers& numbers, Element* panel,

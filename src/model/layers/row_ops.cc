@@ -99,11 +99,15 @@ void RowOps::Multiply(const LinearWeights& weights, Product product) const {
     return activations_ == DType::kI8 ? MultiplyQuantised(weights, product)
                                       : MultiplyWidened(weights, product);
   }
-  const LinearArgs args{.w = weights.packed(),
+  MultiplyPacked(weights.packed(), dtype_, product);
+}
+
+void RowOps::MultiplyPacked(const PackedLinear& w, DType rounding, const Product& product) const {
+  const LinearArgs args{.w = w,
                         .row_count = product.row_count,
                         .x = product.x,
-                        .x_stride = weights.packed().k,
-                        .x_rounding = dtype_,
+                        .x_stride = w.k,
+                        .x_rounding = rounding,
                         .y = product.y,
                         .y_stride = product.y_stride,
                         .accumulate = product.accumulate,
@@ -136,22 +140,14 @@ void RowOps::MultiplyQuantised(const LinearWeights& weights, Product product) co
 
 void RowOps::MultiplyWidened(const LinearWeights& weights, Product product) const {
   for (const QuantisedLinear& part : weights.quantised()) {
-    const LinearArgs args{.w = {.dtype = activations_,
-                                .n = part.n,
-                                .k = part.k,
-                                .data = part.data,
-                                .bias = part.bias,
-                                .blocks = part.format,
-                                .input_order = part.input_order},
-                          .row_count = product.row_count,
-                          .x = product.x,
-                          .x_stride = part.k,
-                          .x_rounding = activations_,
-                          .y = product.y,
-                          .y_stride = product.y_stride,
-                          .accumulate = product.accumulate,
-                          .scratch = product.scratch};
-    backend_.linear(args, runner_);
+    const PackedLinear w{.dtype = activations_,
+                         .n = part.n,
+                         .k = part.k,
+                         .data = part.data,
+                         .bias = part.bias,
+                         .blocks = part.format,
+                         .input_order = part.input_order};
+    MultiplyPacked(w, activations_, product);
     product.y += part.n;
   }
 }

@@ -79,6 +79,8 @@ class RowOps {
   };
 
   void Multiply(const LinearWeights& weights, Product product) const;
+  // By one matrix, the rows rounded to `rounding`.
+  void MultiplyPacked(const PackedLinear& w, DType rounding, const Product& product) const;
   void MultiplyQuantised(const LinearWeights& weights, Product product) const;
   // The same where rows stay numbers.
   void MultiplyWidened(const LinearWeights& weights, Product product) const;
