@@ -497,6 +497,8 @@ class FakeVllm:
                 victim = queue.pop() if queue else request
                 self._preempt(victim)
                 if victim is request:
+                    if not counts:
+                        self._take_back(request)
                     break
             else:
                 counts[request.request_id] = count
