@@ -156,15 +156,18 @@ StreamPrefetch DetectStreamPrefetch() {
   return kCommon;
 }
 
-// Measured on Zen 4 with one row (docs/notes/speed.md): codes of up to 6 bits are faster through L1
-// (Q4_K with one thread 25 GB/s, 14 through L2), codes of 8 bits through L2 (21 GB/s, 13 through
-// L1): they need little arithmetic per line, and requests fill L1's buffers. Other CPUs were not
-// measured.
-StreamPrefetch DetectWeightPrefetch([[maybe_unused]] bool eight_bits) {
+// Measured on Zen 4 (docs/notes/speed.md). Codes of up to 6 bits are faster through L1 (Q4_K with
+// one row and one thread 25 GB/s, 14 through L2), codes of 8 bits through L2: they need little
+// arithmetic per line, and requests fill L1's buffers. One row reads codes of 8 bits a quarter
+// faster with 1 KiB ahead than with 4; with 2 rows and AVX2, or 4 and AVX-512, 1 KiB takes up to
+// twice as long as 4. Other CPUs were not measured.
+StreamPrefetch DetectWeightPrefetch([[maybe_unused]] bool eight_bits,
+                                    [[maybe_unused]] bool one_row) {
   constexpr StreamPrefetch kCommon = {.into_l1 = false, .bytes_ahead = 4096};
 #if QUIRE_SIMD && defined(__x86_64__)
-  constexpr unsigned kZen4Family = 0x19;
-  if (AmdFamily() >= kZen4Family && !eight_bits) return {.into_l1 = true, .bytes_ahead = 4096};
+  constexpr unsigned kZen3Family = 0x19;
+  if (AmdFamily() >= kZen3Family && !eight_bits) return {.into_l1 = true, .bytes_ahead = 4096};
+  if (AmdFamily() >= kZen3Family && one_row) return {.into_l1 = false, .bytes_ahead = 1024};
 #endif
   return kCommon;
 }
@@ -200,9 +203,11 @@ StreamPrefetch StreamPrefetchOfCpu() {
   return advice;
 }
 
-StreamPrefetch WeightPrefetchOfCpu(bool eight_bits) {
-  static const StreamPrefetch advice[] = {DetectWeightPrefetch(false), DetectWeightPrefetch(true)};
-  return advice[eight_bits ? 1 : 0];
+StreamPrefetch WeightPrefetchOfCpu(bool eight_bits, bool one_row) {
+  static const StreamPrefetch advice[2][2] = {
+      {DetectWeightPrefetch(false, false), DetectWeightPrefetch(false, true)},
+      {DetectWeightPrefetch(true, false), DetectWeightPrefetch(true, true)}};
+  return advice[eight_bits ? 1 : 0][one_row ? 1 : 0];
 }
 
 std::span<const Backend* const> Backends() { return PathsOfCpu().all; }

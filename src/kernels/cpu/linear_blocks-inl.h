@@ -180,7 +180,7 @@ struct StripWidening {
   template <WeightFormat kFormat>
   static void Widen(const StripPart& part, typename Panel::Element* panel) {
     const StreamPrefetch prefetch =
-        WeightPrefetchOfCpu(LayoutOf(kFormat).codes == CodeBits::kEight);
+        WeightPrefetchOfCpu(LayoutOf(kFormat).codes == CodeBits::kEight, false);
     const int64_t first = part.begin / kQuantGroup;
     for (int64_t g = 0; g < part.count / kQuantGroup; ++g) {
       const WeightGroup group = GroupAt<kFormat>(part.strip, first + g);

@@ -419,7 +419,7 @@ static int64_t RunTilesOf(const QuantisedWork& work, int64_t row, int64_t strip)
   tile.code_stride = rows.code_stride;
   tile.group_count = rows.group_count;
   tile.streams = row == work.begin_row;
-  tile.prefetch = WeightPrefetchOfCpu(LayoutOf(W::kFormat).codes == CodeBits::kEight);
+  tile.prefetch = WeightPrefetchOfCpu(LayoutOf(W::kFormat).codes == CodeBits::kEight, kRows == 1);
   tile.sums = sums;
   for (; row + kRows <= work.end_row; row += kRows) {
     tile.codes = rows.codes + row * tile.code_stride;

@@ -218,7 +218,7 @@ static void RunPass(TileUnit& unit, const QuantisedWork& work, int64_t strip, in
   QuantisedTile tile{};
   tile.code_stride = rows.code_stride;
   tile.group_count = rows.group_count;
-  tile.prefetch = WeightPrefetchOfCpu(TileParts<W>::kInPlace);
+  tile.prefetch = WeightPrefetchOfCpu(TileParts<W>::kInPlace, false);
   __builtin_memset(sums, 0, static_cast<size_t>(count * kSumTileBytes));
   for (int64_t begin = 0; begin < rows.group_count; begin += kStretchGroups) {
     const int64_t left = rows.group_count - begin;

@@ -13,8 +13,9 @@ struct StreamPrefetch {
 };
 
 // In dispatch.cc.
-StreamPrefetch StreamPrefetchOfCpu();                 // keys and values
-StreamPrefetch WeightPrefetchOfCpu(bool eight_bits);  // quantised weights, by their codes
+StreamPrefetch StreamPrefetchOfCpu();  // keys and values
+// Quantised weights, by their codes and the rows that they are multiplied with.
+StreamPrefetch WeightPrefetchOfCpu(bool eight_bits, bool one_row);
 
 }  // namespace quire
 
