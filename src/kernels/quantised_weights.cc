@@ -25,10 +25,48 @@ struct BlockParts {
 
 uint16_t ReadF16(const uint8_t* bytes) { return static_cast<uint16_t>(bytes[0] | bytes[1] << 8); }
 
+// Bytes side by side, which are shifted and masked together. A mask leaves no bit that a shift
+// brought from the byte beside.
+template <typename Word>
+Word LoadBytesOf(const void* bytes) {
+  Word word;
+  std::memcpy(&word, bytes, sizeof(word));
+  return word;
+}
+template <typename Word>
+constexpr Word InEachByte(int mask) {
+  return static_cast<Word>(~Word{0} / 255 * static_cast<Word>(mask));
+}
+template <typename Word>
+Word BitsOfBytes(Word bytes, int first, int mask) {
+  return static_cast<Word>(bytes >> first) & InEachByte<Word>(mask);
+}
+constexpr int64_t kEightBytes = sizeof(uint64_t);
+
+// `count`: a multiple of 8.
 void ReadNibbles(const uint8_t* bytes, int8_t* low, int8_t* high, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    low[i] = static_cast<int8_t>(bytes[i] & 15);
-    high[i] = static_cast<int8_t>(bytes[i] >> 4);
+  for (int64_t i = 0; i < count; i += kEightBytes) {
+    const auto both = LoadBytesOf<uint64_t>(bytes + i);
+    const uint64_t lower = BitsOfBytes(both, 0, 15);
+    const uint64_t upper = BitsOfBytes(both, 4, 15);
+    std::memcpy(low + i, &lower, sizeof(lower));
+    std::memcpy(high + i, &upper, sizeof(upper));
+  }
+}
+
+// Adds bits to eight codes, from bit `shift` on.
+void RaiseCodes(uint64_t bits, int shift, int8_t* codes) {
+  const uint64_t raised = LoadBytesOf<uint64_t>(codes) | bits << shift;
+  std::memcpy(codes, &raised, sizeof(raised));
+}
+
+// Byte i of 32 holds a bit of input i of all eight groups: bit `shift` of their codes.
+void RaiseByBitsOfGroups(const uint8_t* bytes, int shift, int8_t* codes) {
+  for (int64_t i = 0; i < kQuantGroup; i += kEightBytes) {
+    const auto bits = LoadBytesOf<uint64_t>(bytes + i);
+    for (int g = 0; g < kSuperGroups; ++g) {
+      RaiseCodes(BitsOfBytes(bits, g, 1), shift, codes + g * kQuantGroup + i);
+    }
   }
 }
 
@@ -64,15 +102,11 @@ void ReadQ4KBlock(const uint8_t* bytes, BlockParts* parts) {
   ReadPairedNibbles(bytes + 16, parts->codes);
 }
 
-// Byte i of 32 holds the fifth bits of input i of all groups.
 void ReadQ5KBlock(const uint8_t* bytes, BlockParts* parts) {
   parts->m = ReadF16(bytes + 2);
   ReadSixBitScales(bytes + 4, parts);
   ReadPairedNibbles(bytes + 48, parts->codes);
-  for (int64_t i = 0; i < kSuperInputs; ++i) {
-    const int fifth = bytes[16 + i % kQuantGroup] >> (i / kQuantGroup) & 1;
-    parts->codes[i] = static_cast<int8_t>(parts->codes[i] | fifth << 4);
-  }
+  RaiseByBitsOfGroups(bytes + 16, 4, parts->codes);
 }
 
 // The scales' lower four bits stand two in a byte, the upper two of all in two bytes before.
@@ -95,15 +129,15 @@ uint16_t PowerOfTwo(uint8_t e) {
 
 // Two halves of 128 inputs, each: 64 bytes with the lower four bits, 32 with the upper two.
 void ReadQ6KBlock(const uint8_t* bytes, BlockParts* parts) {
-  const uint8_t* const low = bytes;
-  const uint8_t* const high = bytes + 128;
-  for (int64_t i = 0; i < kSuperInputs; ++i) {
-    const int64_t half = i / 128;
-    const int64_t quarter = i % 128 / 32;
-    const uint8_t nibbles = low[half * 64 + quarter % 2 * 32 + i % 32];
-    const int lower = quarter < 2 ? nibbles & 15 : nibbles >> 4;
-    const int upper = high[half * 32 + i % 32] >> (2 * quarter) & 3;
-    parts->codes[i] = static_cast<int8_t>(lower | upper << 4);
+  for (int64_t half = 0; half < 2; ++half) {
+    int8_t* const codes = parts->codes + half * 128;
+    ReadNibbles(bytes + half * 64, codes, codes + 64, 64);
+    for (int64_t i = 0; i < kQuantGroup; i += kEightBytes) {
+      const auto upper = LoadBytesOf<uint64_t>(bytes + 128 + half * 32 + i);
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        RaiseCodes(BitsOfBytes(upper, 2 * quarter, 3), 4, codes + quarter * kQuantGroup + i);
+      }
+    }
   }
   std::memcpy(parts->scales, bytes + 192, sizeof(parts->scales));
   parts->d = ReadF16(bytes + 208);
@@ -111,21 +145,19 @@ void ReadQ6KBlock(const uint8_t* bytes, BlockParts* parts) {
 
 // Two bits of each code: those of 128 inputs share 32 bytes, of a group all the same bits of them.
 void ReadPairsOfBits(const uint8_t* bytes, int8_t* codes) {
-  for (int64_t i = 0; i < kSuperInputs; ++i) {
-    const int shift = static_cast<int>(i / kQuantGroup % 4 * 2);
-    codes[i] = static_cast<int8_t>(bytes[i / 128 * 32 + i % 32] >> shift & 3);
+  for (int64_t i = 0; i < kSuperInputs; i += kEightBytes) {
+    const int first = static_cast<int>(i / kQuantGroup % 4 * 2);
+    const auto pairs = LoadBytesOf<uint64_t>(bytes + i / 128 * 32 + i % 32);
+    const uint64_t bits = BitsOfBytes(pairs, first, 3);
+    std::memcpy(codes + i, &bits, sizeof(bits));
   }
 }
 
-// Byte i of the first 32 holds the third bits of input i of all groups. The lower four bits of the
-// sixteen scales stand two in a byte, scales 0 and 8 in the first, the upper two of all in the four
-// bytes behind: those of 0, 4, 8 and 12 in the first.
+// The lower four bits of the sixteen scales stand two in a byte, scales 0 and 8 in the first, the
+// upper two of all in the four bytes behind: those of 0, 4, 8 and 12 in the first.
 void ReadQ3KBlock(const uint8_t* bytes, BlockParts* parts) {
   ReadPairsOfBits(bytes + 32, parts->codes);
-  for (int64_t i = 0; i < kSuperInputs; ++i) {
-    const int third = bytes[i % kQuantGroup] >> (i / kQuantGroup) & 1;
-    parts->codes[i] = static_cast<int8_t>(parts->codes[i] | third << 2);
-  }
+  RaiseByBitsOfGroups(bytes, 2, parts->codes);
   const uint8_t* const scales = bytes + 96;
   for (int s = 0; s < 2 * kSuperGroups; ++s) {
     const int lower = scales[s % 8] >> (s / 8 * 4) & 15;
@@ -305,6 +337,7 @@ struct BitField {
     return static_cast<int>(count == 2 ? input % 16 / 4 * 2 : input / 4);
   }
   int mask() const { return (1 << count) - 1; }
+  int64_t inputs() const { return 32 / count; }  // whose bits share four bytes
 };
 constexpr BitField kFifthBits[] = {{256, 4, 1}};
 constexpr BitField kUpperOfSix[] = {{256, 4, 2}};
@@ -339,15 +372,21 @@ void PackCodes(CodeBits bits, const int8_t* codes, int64_t output, std::byte* gr
     return;
   }
   if (HasNibbles(bits)) {
-    for (int64_t i = 0; i < kQuantGroup / 2; ++i) {
-      const int both = (codes[i] & 15) | (codes[16 + i] & 15) << 4;
-      group[PlaceOf(i, output)] = static_cast<std::byte>(both);
+    for (int64_t i = 0; i < kQuantGroup / 2; i += 4) {
+      const uint32_t lower = BitsOfBytes(LoadBytesOf<uint32_t>(codes + i), 0, 15);
+      const uint32_t upper = BitsOfBytes(LoadBytesOf<uint32_t>(codes + 16 + i), 0, 15);
+      const uint32_t both = lower | upper << 4;
+      std::memcpy(group + PlaceOf(i, output), &both, sizeof(both));
     }
   }
   for (const BitField& field : FieldsOf(bits)) {
-    for (int64_t i = 0; i < kQuantGroup; ++i) {
-      group[field.PlaceOf(i, output)] |=
-          static_cast<std::byte>((codes[i] >> field.first & field.mask()) << field.ShiftOf(i));
+    for (int64_t i = 0; i < kQuantGroup; i += field.inputs()) {
+      uint32_t together = 0;
+      for (int64_t j = i; j < i + field.inputs(); j += 4) {
+        const auto four = LoadBytesOf<uint32_t>(codes + j);
+        together |= BitsOfBytes(four, field.first, field.mask()) << field.ShiftOf(j);
+      }
+      std::memcpy(group + field.PlaceOf(i, output), &together, sizeof(together));
     }
   }
 }
