@@ -344,7 +344,7 @@ constexpr BitField kUpperOfSix[] = {{256, 4, 2}};
 constexpr BitField kThreeBits[] = {{0, 0, 2}, {128, 2, 1}};
 constexpr BitField kTwoBits[] = {{0, 0, 2}};
 
-std::span<const BitField> FieldsOf(CodeBits bits) {
+constexpr std::span<const BitField> FieldsOf(CodeBits bits) {
   switch (bits) {
     case CodeBits::kEight:
     case CodeBits::kFour:
@@ -360,18 +360,19 @@ std::span<const BitField> FieldsOf(CodeBits bits) {
   }
   return {};
 }
-bool HasNibbles(CodeBits bits) {
+constexpr bool HasNibbles(CodeBits bits) {
   return bits == CodeBits::kFour || bits == CodeBits::kFive || bits == CodeBits::kSix;
 }
 
-void PackCodes(CodeBits bits, const int8_t* codes, int64_t output, std::byte* group) {
-  if (bits == CodeBits::kEight) {
+template <CodeBits kBits>
+void PackCodes(const int8_t* codes, int64_t output, std::byte* group) {
+  if constexpr (kBits == CodeBits::kEight) {
     for (int64_t i = 0; i < kQuantGroup; i += 4) {
       std::memcpy(group + PlaceOf(i, output), codes + i, 4);
     }
     return;
   }
-  if (HasNibbles(bits)) {
+  if constexpr (HasNibbles(kBits)) {
     for (int64_t i = 0; i < kQuantGroup / 2; i += 4) {
       const uint32_t lower = BitsOfBytes(LoadBytesOf<uint32_t>(codes + i), 0, 15);
       const uint32_t upper = BitsOfBytes(LoadBytesOf<uint32_t>(codes + 16 + i), 0, 15);
@@ -379,7 +380,7 @@ void PackCodes(CodeBits bits, const int8_t* codes, int64_t output, std::byte* gr
       std::memcpy(group + PlaceOf(i, output), &both, sizeof(both));
     }
   }
-  for (const BitField& field : FieldsOf(bits)) {
+  for (const BitField& field : FieldsOf(kBits)) {
     for (int64_t i = 0; i < kQuantGroup; i += field.inputs()) {
       uint32_t together = 0;
       for (int64_t j = i; j < i + field.inputs(); j += 4) {
@@ -410,13 +411,14 @@ void UnpackCodes(CodeBits bits, const std::byte* group, int64_t output, int8_t* 
   }
 }
 
+template <CodeBits kBits>
 void PackBlock(WeightFormat format, const BlockParts& parts, int64_t block, int64_t output,
                std::byte* strip) {
   const int64_t groups = BlockInputs(format) / kQuantGroup;
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t group = block * groups + g;
     const GroupBytes<std::byte> bytes(strip, format, group);
-    PackCodes(LayoutOf(format).codes, parts.codes + g * kQuantGroup, output, bytes.codes);
+    PackCodes<kBits>(parts.codes + g * kQuantGroup, output, bytes.codes);
     std::byte* const scales = bytes.scales;
     if (HasWords(format)) {
       std::memcpy(bytes.words + 4 * output, &parts.word, sizeof(parts.word));
@@ -467,16 +469,35 @@ void UnpackBlock(WeightFormat format, const std::byte* strip, int64_t block, int
 }
 
 // Rows of outputs that stand side by side in a strip.
-void PackRows(WeightFormat format, std::span<const std::byte* const> rows, int64_t k,
-              std::byte* strip) {
+template <CodeBits kBits>
+void PackRowsOf(WeightFormat format, std::span<const std::byte* const> rows, int64_t k,
+                std::byte* strip) {
   const int64_t blocks = k / BlockInputs(format);
   BlockParts parts{};
   for (int64_t block = 0; block < blocks; ++block) {
     int64_t output = 0;
     for (const std::byte* const row : rows) {
       ReadBlock(format, row + block * BlockBytes(format), &parts);
-      PackBlock(format, parts, block, output++, strip);
+      PackBlock<kBits>(format, parts, block, output++, strip);
     }
+  }
+}
+
+void PackRows(WeightFormat format, std::span<const std::byte* const> rows, int64_t k,
+              std::byte* strip) {
+  switch (LayoutOf(format).codes) {
+    case CodeBits::kEight:
+      return PackRowsOf<CodeBits::kEight>(format, rows, k, strip);
+    case CodeBits::kSix:
+      return PackRowsOf<CodeBits::kSix>(format, rows, k, strip);
+    case CodeBits::kFive:
+      return PackRowsOf<CodeBits::kFive>(format, rows, k, strip);
+    case CodeBits::kFour:
+      return PackRowsOf<CodeBits::kFour>(format, rows, k, strip);
+    case CodeBits::kThree:
+      return PackRowsOf<CodeBits::kThree>(format, rows, k, strip);
+    case CodeBits::kTwo:
+      return PackRowsOf<CodeBits::kTwo>(format, rows, k, strip);
   }
 }
 
