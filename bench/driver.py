@@ -242,9 +242,9 @@ def available_bytes() -> int:
 
 
 def take_memory_from_the_host(count: int) -> None:
-    """Writes to so many bytes, at most half of what is free, and gives them back. A virtual machine's
-    host finds memory when it is first written to, which takes longer than a start; else the first
-    side would pay for what the next one gets from it."""
+    """Writes to so many bytes, at most half of what is free, and gives them back. The host of a
+    virtual machine finds memory when it is first written to, which takes longer than a start; else
+    the first side would pay for what the next one gets from it."""
     np.ones(min(count, available_bytes() // 2), np.uint8)
 
 
