@@ -207,7 +207,7 @@ def layer_in_source(path: Path) -> str:
 # ---- Globals: none that lasts and changes --------------------------------------------------------
 
 _ALLOWED_GLOBALS = re.compile(
-    r"quire::\(anonymous namespace\)::PathsOfCpu\(\)::paths|quire::(?:Stream|Weight)PrefetchOfCpu\((?:bool)?\)::advice"  # what the CPU can: asked once
+    r"quire::\(anonymous namespace\)::PathsOfCpu\(\)::paths|quire::(?:Stream|Weight)PrefetchOfCpu\((?:bool, bool)?\)::advice"  # what the CPU can: asked once
     r"|quire::\(anonymous namespace\)::HasSse42\(\)::has"
     r"|quire::\(anonymous namespace\)::kNoDetail"  # const; std::string keeps it out of .rodata
     r"|quire::\(anonymous namespace\)::handler_in_place"  # of failed checks, given by the host
