@@ -401,7 +401,7 @@ Status StateHistory::CheckInvariants() const {
       }
     }
   }
-  // Of a planned call, between Plan and Commit or Drop.
+  // A planned call has taken a slot already, between Plan and Commit or Drop.
   if (replay_.needed) ++slot_holds[static_cast<size_t>(replay_.to_slot)];
   if (import_slot_ >= 0) ++slot_holds[static_cast<size_t>(import_slot_)];
   return tracks_.CheckHolds(slot_holds, block_holds, retained, nodes);
