@@ -497,6 +497,22 @@ TEST_F(EngineStorePace, ALoadJoinsOthersOnceItsLayersComeInTime) {
   }
 }
 
+// A forward alone may wait for as long as it computes, here 12 ms: the second layer comes at most
+// 24 ms behind the first one.
+TEST_F(EngineStorePace, AForwardAloneWaitsNoLongerThanItComputes) {
+  const Tokens prompt = Text(50);
+  const Answer want = Make()->Generate(prompt, Greedy(5));
+  for (const int64_t layer_ms : {12, 24, 25}) {
+    SCOPED_TRACE(layer_ms);
+    store_->layer_ns = layer_ms * kMs;
+    const auto server = MakeMeasured();
+    const int64_t before = server->engine->Stats().layer_loads;
+    ExpectEqual(server->Generate(prompt, Greedy(5)), want, "loaded");
+    EXPECT_EQ(server->engine->Stats().layer_loads - before, layer_ms <= 24 ? 1 : 0);
+    EXPECT_EQ(server->engine->Stats().loaded_tokens[kDisk], 48);
+  }
+}
+
 // Nobody waits inside a forward for a load that takes longer than what is to be computed behind it:
 // the step returns after its slice, as if the load came whole.
 TEST_F(EngineStorePace, AForwardBeginsLateBehindASlowLoad) {

@@ -302,8 +302,9 @@ int64_t StoreTraffic::LayersThere(const Request& request) const {
 
 // Whether a forward that begins now finds each layer of the load when it comes to it, as the pace
 // of the layers so far, of which `there` are there, and the measured speed of prompts tell. One
-// that waited inside would hold up everybody, and end no earlier than one that begins later.
-// `alone`: nobody would be held up, then it may also begin while the speed is not known.
+// that waited inside would hold up everybody. `alone`: it holds up only requests that come
+// meanwhile, so it may begin while the speed is not known, and wait as long as it computes: layers
+// come several at a time, and what is computed between two of these times is done earlier.
 bool StoreTraffic::KeepsPace(const Request& request, int64_t there, bool alone) const {
   // Loaded layers are in no forward's rows, so they would not be sent.
   if (request.job != nullptr) return false;
@@ -324,7 +325,7 @@ bool StoreTraffic::IsInTime(const PrefixLoad& load, int64_t there, int64_t token
   const double forward = speed * static_cast<double>(tokens) + import_seconds_per_token_ * loaded;
   const double elapsed = static_cast<double>(link_->now_ns() - load.start_ns()) * 1e-9;
   const double rest = elapsed * static_cast<double>(count - there) / static_cast<double>(there);
-  return rest <= forward;
+  return rest <= (alone ? 2 * forward : forward);
 }
 
 // The prompt that may be computed while the document comes that the request learns for it; null if

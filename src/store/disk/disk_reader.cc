@@ -157,18 +157,32 @@ void DiskReader::StartHeader(size_t index, int64_t bytes, FileTransfers& transfe
 }
 
 void DiskReader::TakeHeader(FileSession& io, DiskFolder& folder, FileTransfers& transfers) {
-  const FileTransfers::Done done = transfers.Next(io.work());
+  size_t index = 0;
+  int64_t longer = 0;  // the header has more bytes than were asked for
+  {
+    const FileTransfers::Done done = transfers.Next(io.work());
+    index = done.tag;
+    longer = TakeHeaderBytes(io, folder, done);
+  }
+  if (longer > 0) return StartHeader(index, longer, transfers);
+  if (items_[index].reopens) items_[index].file.file.Reset();
+}
+
+int64_t DiskReader::TakeHeaderBytes(FileSession& io, DiskFolder& folder,
+                                    const FileTransfers::Done& done) {
   const size_t index = done.tag;
-  Item& item = items_[index];
-  if (io.work().abandoned()) return;
-  if (done.error != 0)
-    return End(io, folder, index, FileError(done.error, "cannot read a chunk's header"));
+  const Item& item = items_[index];
+  if (io.work().abandoned()) return 0;
+  if (done.error != 0) {
+    End(io, folder, index, FileError(done.error, "cannot read a chunk's header"));
+    return 0;
+  }
   const auto header_bytes = ChunkHeaderBytes(done.bytes, {});
   if (header_bytes.ok() && item.header_wanted < *header_bytes &&
       *header_bytes <= std::min(item.file.stat.size, FileTransfers::kBytesMax))
-    return StartHeader(index, *header_bytes, transfers);
+    return *header_bytes;
   Prepare(io, folder, index, done.bytes);
-  if (item.reopens) item.file.file.Reset();
+  return 0;
 }
 
 Status DiskReader::CheckPrepared(DiskFolder& folder, Item& item,
@@ -286,12 +300,16 @@ void DiskReader::AddRequests(size_t index, int64_t begin, int64_t end) {
 
 void DiskReader::ReadPayload(FileSession& io, DiskFolder& folder, FileTransfers& transfers) {
   size_t next = 0;
-  while (!io.work().abandoned() && (next < requests_.size() || !transfers.idle())) {
+  const auto start = [&] {
     while (next < requests_.size() &&
            !(requests_[next].in_place ? transfers.full_in_place() : transfers.full()))
       StartRequest(io, folder, next++, transfers);
-    if (transfers.idle()) continue;
-    TakeBytes(io, folder, transfers);
+  };
+  start();
+  while (!io.work().abandoned() && !transfers.idle()) {
+    const FileTransfers::Done done = transfers.Next(io.work());
+    start();  // the disk goes on while these bytes are verified
+    TakeBytes(io, folder, done);
     TellVerified(io, folder);
   }
 }
@@ -320,8 +338,7 @@ void DiskReader::StartRequest(FileSession& io, DiskFolder& folder, size_t number
   transfers.StartReadTo(to, item.owner, item.file.file.get(), begin, number);
 }
 
-void DiskReader::TakeBytes(FileSession& io, DiskFolder& folder, FileTransfers& transfers) {
-  const FileTransfers::Done done = transfers.Next(io.work());
+void DiskReader::TakeBytes(FileSession& io, DiskFolder& folder, const FileTransfers::Done& done) {
   const Request& request = requests_[done.tag];
   Item& item = items_[request.item];
   const bool direct = item.file.direct;

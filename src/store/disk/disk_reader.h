@@ -68,6 +68,8 @@ class DiskReader {
   void OpenAll(FileSession& io, DiskFolder& folder, FileTransfers& transfers);
   void StartHeader(size_t index, int64_t bytes, FileTransfers& transfers);
   void TakeHeader(FileSession& io, DiskFolder& folder, FileTransfers& transfers);
+  // How many bytes of the header are to be asked for again; 0 = none.
+  int64_t TakeHeaderBytes(FileSession& io, DiskFolder& folder, const FileTransfers::Done& done);
   void Prepare(FileSession& io, DiskFolder& folder, size_t index, std::span<const std::byte> begin);
   Status CheckPrepared(DiskFolder& folder, Item& item, std::span<const std::byte> begin) const;
   Status PlaceBegin(Item& item, std::span<const std::byte> begin);
@@ -78,7 +80,7 @@ class DiskReader {
 
   void ReadPayload(FileSession& io, DiskFolder& folder, FileTransfers& transfers);
   void StartRequest(FileSession& io, DiskFolder& folder, size_t number, FileTransfers& transfers);
-  void TakeBytes(FileSession& io, DiskFolder& folder, FileTransfers& transfers);
+  void TakeBytes(FileSession& io, DiskFolder& folder, const FileTransfers::Done& done);
   Status PlaceBytes(Item& item, int64_t offset, std::span<const std::byte> bytes, bool in_place);
   Status VerifySection(Item& item, size_t section);
   Status VerifyWhole(Item& item);

@@ -1,6 +1,7 @@
 // Queues of transfers: one by one, by threads. uring_queue.cc has those by io_uring.
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -75,6 +76,11 @@ class ThreadQueue final : public FileQueue {
   FileTransferDone Next() override {
     std::unique_lock<std::mutex> lock(mutex_);
     finished_.wait(lock, [&] { return !done_.empty(); });
+    return done_.Pop();
+  }
+  std::optional<FileTransferDone> Poll() override {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    if (done_.empty()) return std::nullopt;
     return done_.Pop();
   }
 

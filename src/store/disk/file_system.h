@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -46,6 +47,8 @@ class FileQueue {
   virtual void Start(const FileTransfer& transfer) = 0;
   // Waits for one that is under way. REQUIRES: there is one.
   virtual FileTransferDone Next() = 0;
+  // One that is done already, if the queue knows of one.
+  virtual std::optional<FileTransferDone> Poll() { return std::nullopt; }
 };
 
 enum class OpenMode : uint8_t {

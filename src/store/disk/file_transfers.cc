@@ -18,6 +18,7 @@ static_assert(FileTransfers::kBuffers * kBufferBytes % kHugePageBytes == 0);
 FileTransfers::FileTransfers(FileSystem& files)
     : memory_(static_cast<int64_t>(kBuffers * kBufferBytes + kHugePageBytes)), slots_(kDepth) {
   for (size_t slot = 0; slot < kDepth; ++slot) free_.push_back(slot);
+  ready_.reserve(kDepth);  // what has come is not lost for want of memory
   const std::span<std::byte> huge = HugePagesOf(memory_.bytes());
   for (size_t buffer = 0; buffer < kBuffers; ++buffer)
     free_buffers_.push_back(huge.data() + buffer * kBufferBytes);
@@ -25,7 +26,7 @@ FileTransfers::FileTransfers(FileSystem& files)
 }
 
 FileTransfers::~FileTransfers() {
-  for (size_t left = slots_.size() - free_.size(); left > 0; --left) queue_->Next();
+  for (size_t left = slots_.size() - free_.size() - ready_.size(); left > 0; --left) queue_->Next();
 }
 
 std::byte* FileTransfers::TakeBuffer() {
@@ -38,6 +39,7 @@ void FileTransfers::Begin(Slot transfer) {
   const size_t slot = free_.back();
   free_.pop_back();
   slots_[slot] = std::move(transfer);
+  bytes_under_way_ += slots_[slot].transfer.size;
   Resume(slot);
 }
 
@@ -61,35 +63,43 @@ void FileTransfers::StartReadTo(std::span<std::byte> to, std::shared_ptr<const v
          .owner = std::move(owner)});
 }
 
-FileTransfers::Done FileTransfers::Next(IoWork& work) {
-  for (;;) {
-    const FileTransferDone finished = queue_->Next();
-    work.Beat();
-    Slot& slot = slots_[finished.tag];
-    const int64_t wanted = slot.transfer.size - slot.done;
-    int64_t error = finished.result < 0 ? finished.result : 0;
-    if (error == -EINTR) {
-      Resume(finished.tag);
-      continue;
-    }
-    if (error == 0 && finished.result == 0 && slot.transfer.is_write) error = -EIO;
-    if (finished.result > 0)
-      slot.done += static_cast<int64_t>(ResumeAfter(finished.result, static_cast<size_t>(wanted)));
-    const bool ended = finished.result == 0 || slot.done == slot.transfer.size;
-    if (error == 0 && !ended) {
-      Resume(finished.tag);
-      continue;
-    }
-    free_.push_back(finished.tag);
-    if (slot.has_buffer) free_buffers_.push_back(slot.transfer.data);
-    slot.owner.reset();
-    return {slot.transfer.tag, error,
-            std::span(slot.transfer.data, static_cast<size_t>(slot.done))};
-  }
+void FileTransfers::Take(const FileTransferDone& finished) {
+  Slot& slot = slots_[finished.tag];
+  const int64_t wanted = slot.transfer.size - slot.done;
+  if (finished.result == -EINTR) return Resume(finished.tag);
+  if (finished.result < 0) slot.error = finished.result;
+  if (finished.result == 0 && slot.transfer.is_write) slot.error = -EIO;
+  if (finished.result > 0)
+    slot.done += static_cast<int64_t>(ResumeAfter(finished.result, static_cast<size_t>(wanted)));
+  const bool ended = finished.result <= 0 || slot.done == slot.transfer.size;
+  if (!ended) return Resume(finished.tag);
+  bytes_under_way_ -= slot.transfer.size;
+  ready_.push_back(finished.tag);
 }
 
+FileTransfers::Done FileTransfers::Next(IoWork& work) {
+  while (ready_.empty()) {
+    const FileTransferDone finished = queue_->Next();
+    work.Beat();
+    Take(finished);
+  }
+  while (const auto finished = queue_->Poll()) Take(*finished);
+  const size_t number = ready_.front();
+  ready_.erase(ready_.begin());
+  free_.push_back(number);
+  const Slot slot = std::exchange(slots_[number], {});
+  return Done(*this, slot);
+}
+
+FileTransfers::Done::Done(FileTransfers& transfers, const Slot& slot)
+    : tag(slot.transfer.tag),
+      error(slot.error),
+      bytes(slot.transfer.data, static_cast<size_t>(slot.done)),
+      transfers_(transfers),
+      buffer_(slot.has_buffer ? slot.transfer.data : nullptr) {}
+
 void FileTransfers::Drain(IoWork& work) {
-  while (!idle()) Next(work);
+  while (!idle()) static_cast<void>(Next(work));
 }
 
 std::unique_ptr<FileTransfers> FileTransfersPool::Take() {

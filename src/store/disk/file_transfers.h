@@ -17,11 +17,16 @@
 namespace quire {
 
 class FileTransfers {
+  struct Slot;
+
  public:
-  // Deep and large enough to keep one NVMe disk busy, also while the thread waits for a core: of
-  // 3.0 GB/s that a disk gives, requests to 64 files get 2.2 with 16 under way, 2.8 with 64.
+  // Transfers that are under way, or done and not handed out.
   static constexpr size_t kDepth = 64;
   static constexpr int64_t kBytesMax = int64_t{1} << 20;
+  // No more is started while this much is under way: enough to keep one NVMe disk busy while the
+  // thread handles what came. The disk of a virtual machine often tells of all that it was asked
+  // for at once, so more would delay the first bytes (docs/notes/speed.md).
+  static constexpr int64_t kBytesUnderWay = 8 * kBytesMax;
   // At most this number of them has a buffer.
   static constexpr size_t kBuffers = 16;
 
@@ -30,11 +35,13 @@ class FileTransfers {
   // Waits for what is under way: it has the memory.
   ~FileTransfers();
 
-  bool full() const { return free_.empty() || free_buffers_.empty(); }
-  bool full_in_place() const { return free_.empty(); }  // for those that need no buffer
+  bool full() const { return full_in_place() || free_buffers_.empty(); }
+  // For those that need no buffer.
+  bool full_in_place() const { return free_.empty() || bytes_under_way_ >= kBytesUnderWay; }
   bool idle() const { return free_.size() == slots_.size(); }
 
-  // REQUIRES: !full(), size <= kBytesMax. Where the file ends earlier, fewer bytes arrive.
+  // REQUIRES: !full(), or a Done with a buffer has just gone; size <= kBytesMax. Where the file
+  // ends earlier, fewer bytes arrive.
   void StartRead(int file, int64_t offset, int64_t size, size_t tag);
   // The same to memory that `owner` keeps. REQUIRES: !full_in_place()
   void StartReadTo(std::span<std::byte> to, std::shared_ptr<const void> owner, int file,
@@ -47,13 +54,29 @@ class FileTransfers {
     Begin({.transfer = {file, true, buffer, size, offset, tag}, .has_buffer = true});
   }
 
-  struct Done {
-    size_t tag = 0;
-    int64_t error = 0;             // negated error number
-    std::span<std::byte> bytes{};  // what arrived, until the next Start
+  // One that is complete: interruptions and short transfers were gone on with. The buffer that it
+  // has goes back with it.
+  class Done {
+   public:
+    Done(const Done&) = delete;
+    Done& operator=(const Done&) = delete;
+    ~Done() {
+      if (buffer_ != nullptr) transfers_.free_buffers_.push_back(buffer_);
+    }
+
+    const size_t tag;
+    const int64_t error;               // negated error number
+    const std::span<std::byte> bytes;  // what arrived
+
+   private:
+    friend class FileTransfers;
+    Done(FileTransfers& transfers, const Slot& slot);
+
+    FileTransfers& transfers_;
+    std::byte* const buffer_;  // null: none
   };
-  // The next one that is complete: interruptions and short transfers were gone on with. REQUIRES:
-  // !idle()
+  // The next one. All that are done by then are no longer under way, so that others can be started
+  // before this one is handled. REQUIRES: !idle()
   Done Next(IoWork& work);
   // Waits until none is under way.
   void Drain(IoWork& work);
@@ -62,17 +85,22 @@ class FileTransfers {
   struct Slot {
     FileTransfer transfer{};
     int64_t done = 0;
+    int64_t error = 0;
     bool has_buffer = false;
     std::shared_ptr<const void> owner{};  // without a buffer: of the memory
   };
+
   std::byte* TakeBuffer();
   void Begin(Slot transfer);
   void Resume(size_t slot);
+  void Take(const FileTransferDone& finished);
 
   ChunkBuffer memory_;
   std::vector<Slot> slots_;
   std::vector<size_t> free_;
+  std::vector<size_t> ready_;  // done and not handed out, the first one first
   std::vector<std::byte*> free_buffers_;
+  int64_t bytes_under_way_ = 0;
   std::unique_ptr<FileQueue> queue_;
 };
 

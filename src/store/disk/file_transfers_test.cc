@@ -3,16 +3,21 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstdlib>
+#include <deque>
 #include <latch>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/testing/fake_clock.h"
@@ -147,6 +152,112 @@ TEST(FileTransfers, AnErrorIsOfItsOwnTransfer) {
     EXPECT_EQ(done.tag, tag);
     EXPECT_EQ(done.error, tag == 1 ? -EIO : 0);
   }
+  EXPECT_TRUE(transfers.idle());
+}
+
+// As the disk of a virtual machine: all that it was asked for is done at once.
+class AtOnceQueue final : public FileQueue {
+ public:
+  AtOnceQueue(FileSystem& files, size_t depth, int64_t* most)
+      : files_(files), depth_(depth), most_(most) {}
+  size_t depth() const override { return depth_; }
+  void Start(const FileTransfer& transfer) override {
+    waiting_.push_back(transfer);
+    under_way_ += transfer.size;
+    *most_ = std::max(*most_, under_way_);
+  }
+  FileTransferDone Next() override {
+    if (done_.empty()) {
+      for (const FileTransfer& transfer : waiting_) done_.push_back(RunTransfer(files_, transfer));
+      waiting_.clear();
+      under_way_ = 0;
+    }
+    return *Poll();
+  }
+  std::optional<FileTransferDone> Poll() override {
+    if (done_.empty()) return std::nullopt;
+    const FileTransferDone done = done_.front();
+    done_.pop_front();
+    return done;
+  }
+
+ private:
+  FileSystem& files_;
+  const size_t depth_;
+  int64_t* const most_;
+  int64_t under_way_ = 0;
+  std::vector<FileTransfer> waiting_;
+  std::deque<FileTransferDone> done_;
+};
+
+class AtOnceFileSystem final : public FaultyFileSystem {
+ public:
+  using FaultyFileSystem::FaultyFileSystem;
+  std::unique_ptr<FileQueue> CreateQueue(size_t depth) override {
+    return std::make_unique<AtOnceQueue>(*this, depth, &most_under_way);
+  }
+  int64_t most_under_way = 0;  // bytes
+};
+
+// The disk gets its next requests before what came is handled, and never more than that much.
+TEST(FileTransfers, WhatIsDoneIsNoLongerUnderWay) {
+  constexpr int64_t kPiece = FileTransfers::kBytesMax;
+  constexpr int64_t kAtOnce = FileTransfers::kBytesUnderWay / kPiece;
+  const TestDirectory directory;
+  const std::string path = directory.path() + "/file";
+  const std::string bytes = Pattern(static_cast<size_t>(3 * kAtOnce * kPiece));
+  WriteFileBytes(path, bytes);
+  AtOnceFileSystem files(CreateMachineFileSystem(false));
+  EXPECT_EQ(ReadAll(files, path, kPiece), bytes);
+  EXPECT_EQ(files.most_under_way, FileTransfers::kBytesUnderWay);
+
+  const auto work = AnyWork();
+  FileSession io(files, *work);
+  OpenFile file;
+  ASSERT_EQ(io.Open(path, OpenMode::kRead, &file), 0);
+  FileTransfers transfers(files);
+  int64_t started = 0;
+  const auto fill = [&] {
+    for (; !transfers.full(); ++started)
+      transfers.StartRead(file.get(), started * kPiece, kPiece, static_cast<size_t>(started));
+  };
+  fill();
+  EXPECT_EQ(started, kAtOnce);
+  for (int64_t next = 0; next < started; ++next) {
+    const auto done = transfers.Next(*work);
+    if (next == 0) {
+      fill();
+      EXPECT_EQ(started, 2 * kAtOnce) << "the others are done, too";
+    }
+    EXPECT_EQ(done.tag, static_cast<size_t>(next));
+    const std::string_view want = std::string_view(bytes).substr(done.tag * kPiece, kPiece);
+    EXPECT_EQ(std::string_view(reinterpret_cast<const char*>(done.bytes.data()), kPiece), want)
+        << "its buffer was given to another one";
+  }
+  EXPECT_TRUE(transfers.idle());
+}
+
+// Buffers are held by what is under way, by what is done, and by what is being handled.
+TEST(FileTransfers, ABufferComesBackWithWhatWasHandled) {
+  const TestDirectory directory;
+  const std::string path = directory.path() + "/file";
+  WriteFileBytes(path, Pattern(4096));
+  const auto work = AnyWork();
+  AtOnceFileSystem files(CreateMachineFileSystem(false));
+  FileSession io(files, *work);
+  OpenFile file;
+  ASSERT_EQ(io.Open(path, OpenMode::kRead, &file), 0);
+  FileTransfers transfers(files);
+  size_t started = 0;
+  for (; !transfers.full(); ++started) transfers.StartRead(file.get(), 0, 4096, started);
+  EXPECT_EQ(started, FileTransfers::kBuffers);
+  {
+    const auto done = transfers.Next(*work);
+    EXPECT_TRUE(transfers.full());
+    EXPECT_FALSE(transfers.full_in_place());
+  }
+  EXPECT_FALSE(transfers.full());
+  transfers.Drain(*work);
   EXPECT_TRUE(transfers.idle());
 }
 

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "store/disk/file_system.h"
@@ -41,6 +42,17 @@ class UringQueue final : public FileQueue {
   FileTransferDone Next() override {
     io_uring_cqe* entry = nullptr;
     while (io_uring_peek_cqe(&ring_, &entry) != 0) io_uring_submit_and_wait(&ring_, 1);
+    return Take(entry);
+  }
+
+  std::optional<FileTransferDone> Poll() override {
+    io_uring_cqe* entry = nullptr;
+    if (io_uring_peek_cqe(&ring_, &entry) != 0) return std::nullopt;
+    return Take(entry);
+  }
+
+ private:
+  FileTransferDone Take(io_uring_cqe* entry) {
     const auto slot = static_cast<size_t>(io_uring_cqe_get_data64(entry));
     const int result = entry->res;
     io_uring_cqe_seen(&ring_, entry);
@@ -51,7 +63,6 @@ class UringQueue final : public FileQueue {
     return {slots_[slot].tag, result};
   }
 
- private:
   FileSystem& files_;
   io_uring ring_;
   std::vector<FileTransfer> slots_;
