@@ -159,6 +159,7 @@ std::shared_ptr<RecurrentCache> MakeRecurrentCache() {
   options.layers = AllRecurrentKinds();
   options.max_num_sequences = 8;
   options.prefill_chunk_size = 64;
+  options.max_tree_slots = 8;
   options.max_retained_slots = 8;
   options.runner = std::make_shared<SerialRunner>();
   return *RecurrentCache::Create(options);
@@ -272,6 +273,31 @@ TEST(StateThreads, QueriesOfPartsBesideReservations) {
           const auto map = state->transfer()->DisaggPrepareRecv(0, 5);
           ASSERT_TRUE(map.ok()) << map.status().ToString();
           ASSERT_TRUE(state->transfer()->DisaggCancelRecv(map->epoch).ok());
+        }
+      });
+  EXPECT_EQ(violated.load(), 0);
+}
+
+// The same beside commits of token trees, which take blocks for inputs before they are committed.
+TEST(StateThreads, QueriesOfPartsBesideCommitsOfTrees) {
+  const std::shared_ptr<AttentionKVCache> attention =
+      MakeTestCache(TestCacheOptions({{2, 1, 4, 4, DType::kF32}}, {.token_capacity = kCapacity}));
+  const auto cache = MakeRecurrentCache();
+  const auto state = *CompositeState::Create({.attention = attention, .recurrent = {cache}});
+  std::atomic<int> violated = 0;
+  AskBeside(
+      [&] { violated += !attention->CheckInvariants().ok() || !cache->CheckInvariants().ok(); },
+      [&] {
+        for (int round = 0; round < kRounds; ++round) {
+          ASSERT_TRUE(state->AddSequence(0).ok());
+          ASSERT_TRUE(state->BeginTreeForward(Ids{0}, Ids{3}, Ids{-1, 0, -1}).ok());
+          LayerOutputs outputs;
+          ASSERT_TRUE(
+              RunLayer(*attention, attention->options().layers[0], 0, Text(3), {}, &outputs).ok());
+          ASSERT_TRUE(RunRecurrentLayers(*cache, Text(3), nullptr).ok());
+          ASSERT_TRUE(state->EndForward().ok());
+          ASSERT_TRUE(state->CommitAcceptedTokenTreeNodes(Ids{0}, Ids{1}).ok());
+          ASSERT_TRUE(state->RemoveSequence(0).ok());
         }
       });
   EXPECT_EQ(violated.load(), 0);

@@ -29,10 +29,11 @@ void ThinPositions(std::vector<int64_t>& positions, int64_t limit, int64_t now) 
 
 // ---------------------------------------------------------------------- planning
 
-void StateBatch::Start(size_t member_count) {
+StateBatch::Planned StateBatch::Start(size_t member_count) {
   count_ = 0;
   row_count_ = 0;
   if (members_.size() < member_count) members_.resize(member_count);
+  return Planned(*this);
 }
 
 StateMember& StateBatch::Next(int32_t index, int64_t row_count) {

@@ -2,6 +2,7 @@
 // has, where the state before and after a row is, and what each member will hold when it ends.
 //
 // Invariants:
+// - Slots and blocks that a member holds already are not negative.
 // - members() are those that have been planned, in the order of their rows; row_count() is the sum
 //   of theirs.
 // - The pending records of a member ascend by position; those of a plain member end at its end().
@@ -58,8 +59,10 @@ class StateBatch {
   int64_t row_count() const { return row_count_; }
 
   // ---- Planning. May throw std::bad_alloc.
-  // No member yet; there is room for this number of them.
-  void Start(size_t member_count);
+  // No member yet; there is room for this number of them. What is planned goes with the return
+  // value, unless it is kept.
+  class Planned;
+  [[nodiscard]] Planned Start(size_t member_count);
   // The next member, without records and blocks; it counts from Add on.
   StateMember& Next(int32_t index, int64_t row_count);
   void Add(const StateMember& member) noexcept;
@@ -116,6 +119,20 @@ class StateBatch {
   std::vector<StateMember> members_;  // those behind count_ keep their capacity
   size_t count_ = 0;
   int64_t row_count_ = 0;
+};
+
+class StateBatch::Planned {
+ public:
+  explicit Planned(StateBatch& batch) : batch_(&batch) {}
+  Planned(const Planned&) = delete;
+  Planned& operator=(const Planned&) = delete;
+  ~Planned() {
+    if (batch_ != nullptr) batch_->Drop();
+  }
+  void Keep() { batch_ = nullptr; }
+
+ private:
+  StateBatch* batch_;
 };
 
 // Leaves at most `limit` of the ascending positions out of those before `now`: again and again the

@@ -100,14 +100,14 @@ void StateForwards::Drop() noexcept {
 Status StateForwards::PlanBegin(const ControlCall& call) {
   QUIRE_RETURN_IF_ERROR(control_.CheckBatch(call.name(), call.seq_ids, call.append_lengths));
   control_.StartPlanning();
-  batch_.Start(call.seq_ids.size());
+  StateBatch::Planned planned = batch_.Start(call.seq_ids.size());
   std::span<const LayerLoad> loads = call.loads;
   Status status;
   for (size_t i = 0; i < call.seq_ids.size() && status.ok(); ++i)
     status = PlanMember(call, i, TakeLoad(call.seq_ids[i], loads));
   if (status.ok()) status = RequireNoLoadLeft(call.name(), loads);
   if (status.ok()) status = CheckRoomForBatch();
-  if (!status.ok()) batch_.Drop();
+  if (status.ok()) planned.Keep();
   return status;
 }
 
@@ -214,7 +214,7 @@ void StateForwards::CommitAbort() noexcept {
 Status StateForwards::PlanBeginTree(const ControlCall& call) {
   QUIRE_RETURN_IF_ERROR(control_.CheckBatch(call.name(), call.seq_ids, call.append_lengths));
   control_.StartPlanning();
-  batch_.Start(call.seq_ids.size());
+  StateBatch::Planned planned = batch_.Start(call.seq_ids.size());
   tree_depths_.clear();
   NodeParents parents(call.name(), call.parents);
   Status status;
@@ -224,7 +224,7 @@ Status StateForwards::PlanBeginTree(const ControlCall& call) {
   }
   if (status.ok()) status = parents.RequireNoneLeft();
   if (status.ok()) status = CheckRoomForNodes();
-  if (!status.ok()) batch_.Drop();
+  if (status.ok()) planned.Keep();
   return status;
 }
 
@@ -288,14 +288,10 @@ Status StateForwards::PlanCommitTree(const ControlCall& call) {
   QUIRE_RETURN_IF_ERROR(control_.RequireIdle(call.name()));
   QUIRE_RETURN_IF_ERROR(CheckLeafCount(call.name(), call.seq_ids, call.leaves));
   control_.StartPlanning();
-  batch_.Start(call.seq_ids.size());
-  Status status;
-  for (size_t i = 0; i < call.seq_ids.size() && status.ok(); ++i) status = PlanLeaf(call, i);
-  if (status.ok()) status = CheckRoomForInputs();
-  if (!status.ok()) {
-    batch_.Drop();
-    return status;
-  }
+  StateBatch::Planned planned = batch_.Start(call.seq_ids.size());
+  for (size_t i = 0; i < call.seq_ids.size(); ++i) QUIRE_RETURN_IF_ERROR(PlanLeaf(call, i));
+  QUIRE_RETURN_IF_ERROR(CheckRoomForInputs());
+  planned.Keep();
   batch_.TakeBlocks();  // now, so that the owner can copy inputs there before the commit
   return Status();
 }

@@ -392,18 +392,18 @@ Status StateHistory::CheckInvariants() const {
       ++retained[static_cast<size_t>(record.slot)];
     }
   }
-  if (in_forward()) {
-    for (const StateMember& member : members()) {
-      for (const StateRecord& record : member.pending)
-        ++slot_holds[static_cast<size_t>(record.slot)];
-      for (size_t b = member.first_new_block; b < member.blocks.size(); ++b) {
-        ++block_holds[static_cast<size_t>(member.blocks[b].slot)];
-      }
-    }
+  // An open forward has taken slots and blocks, and so has a planned call, between Plan and Commit
+  // or Drop.
+  const auto add = [](int32_t slot, std::vector<int32_t>& holds) {
+    if (slot >= 0) ++holds[static_cast<size_t>(slot)];
+  };
+  for (const StateMember& member : members()) {
+    for (const StateRecord& record : member.pending) add(record.slot, slot_holds);
+    for (size_t b = member.first_new_block; b < member.blocks.size(); ++b)
+      add(member.blocks[b].slot, block_holds);
   }
-  // A planned call has taken a slot already, between Plan and Commit or Drop.
   if (replay_.needed) ++slot_holds[static_cast<size_t>(replay_.to_slot)];
-  if (import_slot_ >= 0) ++slot_holds[static_cast<size_t>(import_slot_)];
+  add(import_slot_, slot_holds);
   return tracks_.CheckHolds(slot_holds, block_holds, retained, nodes);
 }
 
