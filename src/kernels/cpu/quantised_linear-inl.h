@@ -394,12 +394,17 @@ struct QuantisedWork {
   int64_t begin_strip, end_strip;
 };
 
+static float* OutputsOf(const QuantisedWork& work, int64_t row, int64_t strip) {
+  return work.y + row * work.plan->args->y_stride + strip * kStripOutputs;
+}
+
 // The sums of one row and strip, bias added, into y.
-static void FinishStrip(const QuantisedWork& work, int64_t row, int64_t output, const float* sums) {
+static void FinishStrip(const QuantisedWork& work, int64_t row, int64_t strip, const float* sums) {
   const QuantisedLinearArgs& args = *work.plan->args;
+  const int64_t output = strip * kStripOutputs;
   const int64_t left = work.part->n - output;
   const int64_t count = left < kStripOutputs ? left : kStripOutputs;
-  float* const y = work.y + row * args.y_stride + output;
+  float* const y = OutputsOf(work, row, strip);
   const float* const bias = work.part->bias != nullptr ? work.part->bias + output : nullptr;
   for (int64_t i = 0; i < count; ++i) {
     float v = sums[i];
@@ -424,9 +429,11 @@ static int64_t RunTilesOf(const QuantisedWork& work, int64_t row, int64_t strip)
   for (; row + kRows <= work.end_row; row += kRows) {
     tile.codes = rows.codes + row * tile.code_stride;
     tile.groups = rows.groups + row * tile.group_count;
+    // Each row's outputs lie on a page of their own: they come while the tile is computed.
+    for (int r = 0; r < kRows; ++r) __builtin_prefetch(OutputsOf(work, row + r, strip), 1);
     RunQuantisedTile<W, kRows>(tile);
     for (int r = 0; r < kRows; ++r) {
-      FinishStrip(work, row + r, strip * kStripOutputs, sums + r * kStripOutputs);
+      FinishStrip(work, row + r, strip, sums + r * kStripOutputs);
     }
     tile.streams = false;
   }

@@ -251,8 +251,7 @@ static void RunStripsByTiles(const QuantisedWork& work) {
       for (int64_t t = 0; t < count; ++t) {
         const int64_t row = RowTileBegin(work, first + t);
         for (int64_t r = next - row; r < kTileRows; ++r) {
-          FinishStrip(work, row + r, strip * kStripOutputs,
-                      sums + (t * kTileRows + r) * kStripOutputs);
+          FinishStrip(work, row + r, strip, sums + (t * kTileRows + r) * kStripOutputs);
         }
         next = row + kTileRows;
       }
