@@ -84,6 +84,7 @@ FileTransfers::Done FileTransfers::Next(IoWork& work) {
     Take(finished);
   }
   while (const auto finished = queue_->Poll()) Take(*finished);
+  work.Beat();
   const size_t number = ready_.front();
   ready_.erase(ready_.begin());
   free_.push_back(number);

@@ -237,6 +237,27 @@ TEST(FileTransfers, WhatIsDoneIsNoLongerUnderWay) {
   EXPECT_TRUE(transfers.idle());
 }
 
+// A disk that is faster than the thread is never waited for, and lives.
+TEST(FileTransfers, WhatWasDoneAlreadyIsASignOfLife) {
+  const TestDirectory directory;
+  const std::string path = directory.path() + "/file";
+  WriteFileBytes(path, Pattern(4096));
+  const auto clock = std::make_shared<FakeClock>();
+  const auto beat_ns = std::make_shared<std::atomic<int64_t>>(0);
+  IoWork work(clock, beat_ns);
+  AtOnceFileSystem files(CreateMachineFileSystem(false));
+  FileSession io(files, work);
+  OpenFile file;
+  ASSERT_EQ(io.Open(path, OpenMode::kRead, &file), 0);
+  FileTransfers transfers(files);
+  for (const size_t tag : {0, 1, 2}) transfers.StartRead(file.get(), 0, 4096, tag);
+  while (!transfers.idle()) {
+    clock->Advance(1000);
+    static_cast<void>(transfers.Next(work));
+    EXPECT_EQ(beat_ns->load(), clock->SteadyNs());
+  }
+}
+
 // Buffers are held by what is under way, by what is done, and by what is being handled.
 TEST(FileTransfers, ABufferComesBackWithWhatWasHandled) {
   const TestDirectory directory;
