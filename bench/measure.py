@@ -12,6 +12,9 @@ from cases import Case, Goal, Metric, Side
 # Memory that gives more than this to all threads is in its fast mode: other goals hold there.
 FAST_MEMORY = 40e9
 
+# Stands for nothing where a ratio is asked for: tokens that come at once have no time between them.
+_LEAST = 1e-9
+
 # The probe of each precision's peak. A CPU without bfloat16 dot products computes in float32.
 _PEAKS = {"float32": "f32_n", "bfloat16": "bf16_n", "int8": "int8_n"}
 
@@ -134,7 +137,8 @@ def _comparisons(side: str, sides: dict[str, list[float]], metric: Metric) -> li
 
 
 def _compare(name: str, peer: list[float], side: list[float], metric: Metric) -> Comparison:
-    ratios = [theirs / ours for theirs, ours in zip(peer, side, strict=True)]
+    pairs = zip(peer, side, strict=True)
+    ratios = [max(theirs, _LEAST) / max(ours, _LEAST) for theirs, ours in pairs]
     return Comparison(
         peer=name,
         value=shown(statistics.median(peer), metric),

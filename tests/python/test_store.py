@@ -366,6 +366,21 @@ def test_a_second_run_does_not_compute_what_the_first_did(
     assert usage["disk_tokens"] == usage["cached_tokens"] == 1099
 
 
+def test_tells_of_reading_files_that_are_read_by_then(
+    model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    class EngineOfAFastDisk(quire.Engine):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)  # type: ignore[arg-type]
+            self.wait_for_store()
+
+    monkeypatch.setattr(quire, "Engine", EngineOfAFastDisk)
+    for told in (True, False):
+        code, _, err = run(capsys, "generate", *model, *ANSWER, "--kv-dir", str(tmp_path / "kv"))
+        assert code == 0
+        assert ("this once" in err) == told
+
+
 def test_a_flipped_bit_is_a_miss(
     model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

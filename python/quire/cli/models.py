@@ -39,12 +39,14 @@ def open_engine(model: str | None, arguments: dict[str, Any]) -> Engine:
     """An engine whose store is in use from the first prompt on, so that the next command finds what
     this one has computed."""
     folder = model_folder(model)
-    if arguments.get("prefill_from"):
-        note_digest(folder)
+    is_read = kept_identity(folder) is None  # the engine begins to read as soon as it has a store
+    asks_peers = bool(arguments.get("prefill_from"))
+    if is_read and asks_peers:
+        _note_reading()
     engine = quire.Engine(folder, **arguments)
     try:
-        if engine.store is not None:
-            note_digest(engine.model_dir)
+        if is_read and engine.store is not None and not asks_peers:
+            _note_reading()
         engine.wait_for_store()
     except BaseException:
         engine.close()
@@ -55,7 +57,11 @@ def open_engine(model: str | None, arguments: dict[str, Any]) -> Engine:
 def note_digest(folder: str | os.PathLike[str]) -> None:
     """That the model's files are about to be read for their digest, if they are."""
     if kept_identity(folder) is None:
-        note("(reading the model's files, this once, to know what model the KV is of)")
+        _note_reading()
+
+
+def _note_reading() -> None:
+    note("(reading the model's files, this once, to know what model the KV is of)")
 
 
 def tokenizer_of(engine: Engine) -> Tokenizer | None:
