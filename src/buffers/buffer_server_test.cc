@@ -11,8 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/testing/fake_clock.h"
 #include "base/testing/soak.h"
 #include "base/testing/threads_of_process.h"
+#include "buffers/remote_connection.h"
 #include "buffers/testing/remote_pair.h"
 #include "net/socket.h"
 #include "quire/remote_buffers.h"
@@ -220,6 +222,29 @@ TEST(BufferServer, ManyThreadsShareOneClient) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(sum, 66);
   EXPECT_EQ(server->lookup()->used_bytes(), 0);
+}
+
+TEST(BufferServer, ATakeThatWaitedForAPlaceWaitsAtTheServerForTheRest) {
+  constexpr int64_t kWaitNs = 30'000'000'000;
+  const auto server = Serve({.requests_max = 1});
+  const auto clock = std::make_shared<FakeClock>();
+  const auto connection = RemoteConnection::Open(server->endpoint(), Patient(RemoteBufferOptions()),
+                                                 wire::kServiceLookup, clock)
+                              .value();
+  const auto first = connection->StartTake({}, kNever).value();
+  std::thread waiter([&] {
+    const auto second = connection->StartTake({}, kWaitNs);
+    ASSERT_TRUE(second.ok()) << second.status().ToString();
+    const auto begin = std::chrono::steady_clock::now();
+    const auto answer = connection->Await(*second);
+    EXPECT_TRUE(answer.ok() && answer->tensors.empty());
+    EXPECT_LT((std::chrono::steady_clock::now() - begin).count(), kWaitNs / 2);
+  });
+  clock->AwaitWaiters(1);
+  clock->Advance(kWaitNs - 1);
+  ASSERT_TRUE(server->lookup()->Insert(Entry({1})).ok());  // the first one's, which gives its place
+  EXPECT_EQ(connection->Await(first).value().tensors.size(), 2);
+  waiter.join();
 }
 
 TEST(BufferServer, ClosingEitherSideWakesWhoWaits) {

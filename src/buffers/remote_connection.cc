@@ -23,7 +23,8 @@ Status ClosedError() {
 
 Result<std::shared_ptr<RemoteConnection>> RemoteConnection::Open(const std::string& name,
                                                                  const RemoteBufferOptions& options,
-                                                                 uint32_t services) {
+                                                                 uint32_t services,
+                                                                 std::shared_ptr<Clock> clock) {
   QUIRE_ASSIGN_OR_RETURN(Endpoint endpoint, Endpoint::Parse(name));
   if (options.connect_timeout.count() < 1 || options.message_bytes_max < 1) {
     return Status(StatusCode::kBadArgument,
@@ -32,7 +33,8 @@ Result<std::shared_ptr<RemoteConnection>> RemoteConnection::Open(const std::stri
   QUIRE_ASSIGN_OR_RETURN(Waker waker, Waker::Create());
   QUIRE_ASSIGN_OR_RETURN(const auto connection, ThreadOrStatus("a remote buffer", [&] {
                            return std::make_shared<RemoteConnection>(std::move(endpoint), options,
-                                                                     services, std::move(waker));
+                                                                     services, std::move(clock),
+                                                                     std::move(waker));
                          }));
   std::unique_lock lock(connection->mutex_);
   QUIRE_RETURN_IF_ERROR(connection->EnsureOpen(lock));
@@ -40,10 +42,11 @@ Result<std::shared_ptr<RemoteConnection>> RemoteConnection::Open(const std::stri
 }
 
 RemoteConnection::RemoteConnection(Endpoint endpoint, const RemoteBufferOptions& options,
-                                   uint32_t services, Waker waker)
+                                   uint32_t services, std::shared_ptr<Clock> clock, Waker waker)
     : endpoint_(std::move(endpoint)),
       options_(options),
       services_(services),
+      clock_(std::move(clock)),
       waker_(std::move(waker)),
       read_buffer_(kReadBytes),
       thread_([this] { Run(); }) {}
@@ -82,24 +85,41 @@ std::shared_ptr<RemoteConnection::Call> RemoteConnection::Send(Message message, 
   return call;
 }
 
-Result<std::shared_ptr<RemoteConnection::Call>> RemoteConnection::Start(Message message,
-                                                                        int64_t until_ns) {
-  QUIRE_RETURN_IF_ERROR(wire::CheckHead(message));
-  std::unique_lock lock(mutex_);
-  QUIRE_RETURN_IF_ERROR(EnsureOpen(lock));
-  const auto has_slot = [&] {
+// Timeout when until_ns comes before one of the places for requests is free.
+Status RemoteConnection::AwaitPlace(std::unique_lock<std::mutex>& lock, int64_t until_ns) {
+  const auto has_place = [&] {
     return static_cast<int64_t>(calls_.size()) < session_->requests_max();
   };
-  // Questions about the buffer go through while takes fill all slots.
-  if (message.opcode != Opcode::kStats && !WaitUntil(*clock_, changed_, lock, until_ns, [&] {
-        return is_closed_ || !is_open() || has_slot();
-      })) {
+  if (!WaitUntil(*clock_, changed_, lock, until_ns,
+                 [&] { return is_closed_ || !is_open() || has_place(); })) {
     return Status(StatusCode::kTimeout, "the server's " + std::to_string(session_->requests_max()) +
                                             " requests of a connection are open");
   }
   if (is_closed_) return ClosedError();
-  if (!is_open()) return last_error_;
+  return is_open() ? Status() : last_error_;
+}
+
+Result<std::shared_ptr<RemoteConnection::Call>> RemoteConnection::Start(Message message) {
+  QUIRE_RETURN_IF_ERROR(wire::CheckHead(message));
+  std::unique_lock lock(mutex_);
+  QUIRE_RETURN_IF_ERROR(EnsureOpen(lock));
+  // Questions about the buffer go through while takes fill all places.
+  if (message.opcode != Opcode::kStats) QUIRE_RETURN_IF_ERROR(AwaitPlace(lock, kNever));
   return Send(std::move(message), next_request_++);
+}
+
+Result<std::shared_ptr<RemoteConnection::Call>> RemoteConnection::StartTake(Message query,
+                                                                            int64_t until_ns) {
+  QUIRE_RETURN_IF_ERROR(wire::CheckHead(query));
+  std::unique_lock lock(mutex_);
+  QUIRE_RETURN_IF_ERROR(EnsureOpen(lock));
+  QUIRE_RETURN_IF_ERROR(AwaitPlace(lock, until_ns));
+  query.opcode = Opcode::kTake;
+  // Below 0 is for ever.
+  const int64_t left =
+      until_ns == kNever ? -1 : std::max<int64_t>(0, until_ns - clock_->SteadyNs());
+  wire::FieldWriter(&query.fields).Add(left);
+  return Send(std::move(query), next_request_++);
 }
 
 Result<Message> RemoteConnection::Await(const std::shared_ptr<Call>& call) {

@@ -23,11 +23,11 @@ namespace quire {
 class RemoteConnection final : private ClientSession::Owner {
  public:
   // Connected, and the hello is done. Unavailable, or what the server said.
-  static Result<std::shared_ptr<RemoteConnection>> Open(const std::string& endpoint,
-                                                        const RemoteBufferOptions& options,
-                                                        uint32_t services);
+  static Result<std::shared_ptr<RemoteConnection>> Open(
+      const std::string& endpoint, const RemoteBufferOptions& options, uint32_t services,
+      std::shared_ptr<Clock> clock = MachineTime());
   RemoteConnection(Endpoint endpoint, const RemoteBufferOptions& options, uint32_t services,
-                   Waker waker);
+                   std::shared_ptr<Clock> clock, Waker waker);
   ~RemoteConnection() override;  // as Close
 
   // A request on its way, and the connection that it went through.
@@ -37,9 +37,12 @@ class RemoteConnection final : private ClientSession::Owner {
     std::optional<Result<wire::Message>> answer{};  // guarded by the connection's mutex
     std::condition_variable answered{};
   };
-  // Sends, once fewer than the server's number of requests are open. Timeout when until_ns comes
-  // first. Without a connection one is opened.
-  Result<std::shared_ptr<Call>> Start(wire::Message message, int64_t until_ns = kNever);
+  // Sends, once fewer than the server's number of requests are open. Without a connection one is
+  // opened.
+  Result<std::shared_ptr<Call>> Start(wire::Message message);
+  // Asks for an entry until the moment `until_ns`: the server waits for as long as is left once the
+  // question can be sent. Timeout if that is never. `query`: what the entry must match.
+  Result<std::shared_ptr<Call>> StartTake(wire::Message query, int64_t until_ns);
   // The answer; bounded as the server's signs of life are.
   Result<wire::Message> Await(const std::shared_ptr<Call>& call);
   Result<wire::Message> Request(wire::Message message);
@@ -57,6 +60,7 @@ class RemoteConnection final : private ClientSession::Owner {
  private:
   void OnAnswer(uint64_t request, Result<wire::Message> answer) override;
   Status EnsureOpen(std::unique_lock<std::mutex>& lock);
+  Status AwaitPlace(std::unique_lock<std::mutex>& lock, int64_t until_ns);
   bool is_open() const { return session_ != nullptr && session_->is_open(); }
   std::shared_ptr<Call> Send(wire::Message message, uint64_t request);
 
@@ -70,7 +74,7 @@ class RemoteConnection final : private ClientSession::Owner {
   const Endpoint endpoint_;
   const RemoteBufferOptions options_;
   const uint32_t services_;
-  const std::shared_ptr<Clock> clock_ = MachineTime();
+  const std::shared_ptr<Clock> clock_;
   const Waker waker_;
 
   std::mutex mutex_;                 // of all that follows

@@ -12,7 +12,6 @@ namespace quire {
 namespace {
 
 using wire::Message;
-using wire::Opcode;
 
 // An entry that this process has and the server keeps until it is acknowledged.
 class RemoteLedger final : public Handover::Ledger {
@@ -67,17 +66,11 @@ class RemoteLookupBuffer final : public LookupBuffer {
 
  private:
   Result<std::optional<Handover>> TakeOnce(const LookupQuery& query, Timeout timeout) {
-    const int64_t now = clock_->SteadyNs();
-    const int64_t until = timeout ? MomentAfter(now, timeout->count()) : kNever;
-    const bool is_for_ever = until == kNever;
-    Message message{.opcode = Opcode::kTake};
-    // Time that is spent in this process is little against what the server waits. Below 0 would be
-    // for ever there.
-    wire::FieldWriter(&message.fields)
-        .Add(is_for_ever ? int64_t{-1} : std::max<int64_t>(0, timeout->count()));
+    const int64_t until = timeout ? MomentAfter(clock_->SteadyNs(), timeout->count()) : kNever;
+    Message message;
     if (query.tokens) message.tensors.emplace_back("tokens", *query.tokens);
     if (query.tokens && query.roi) message.tensors.emplace_back("roi", *query.roi);
-    auto call = connection_->Start(std::move(message), until);
+    auto call = connection_->StartTake(std::move(message), until);
     if (call.status().code() == StatusCode::kTimeout) return std::optional<Handover>();
     if (!call.ok()) return call.status();
     QUIRE_ASSIGN_OR_RETURN(Message answer, connection_->Await(*call));
