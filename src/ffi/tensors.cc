@@ -70,9 +70,13 @@ std::vector<int32_t> TokenIds(const tvm::ffi::TensorView& tensor) {
 }
 
 tvm::ffi::Tensor NewTensor(DLDataType dtype, std::span<const int64_t> shape) {
-  return tvm::ffi::Tensor::FromNDAlloc(AlignedAllocator{},
-                                       tvm::ffi::ShapeView(shape.data(), shape.size()), dtype,
-                                       DLDevice{kDLCPU, 0});
+  try {
+    return tvm::ffi::Tensor::FromNDAlloc(AlignedAllocator{},
+                                         tvm::ffi::ShapeView(shape.data(), shape.size()), dtype,
+                                         DLDevice{kDLCPU, 0});
+  } catch (const std::bad_alloc&) {
+    Throw(Status::OutOfMemory());
+  }
 }
 tvm::ffi::Tensor NewTensor(DLDataType dtype, std::initializer_list<int64_t> shape) {
   return NewTensor(dtype, std::span<const int64_t>(shape.begin(), shape.size()));

@@ -25,7 +25,7 @@ TensorView ViewOf(const tvm::ffi::TensorView& tensor);
 std::vector<int32_t> TokenIds(const tvm::ffi::TensorView& tensor);
 
 // New arrays, aligned to 64 bytes as the widest vector registers like it; DLPack hands them on
-// without a copy.
+// without a copy. OutOfMemory.
 tvm::ffi::Tensor NewTensor(DLDataType dtype, std::span<const int64_t> shape);
 tvm::ffi::Tensor NewTensor(DLDataType dtype, std::initializer_list<int64_t> shape);
 tvm::ffi::Tensor NewTensor(std::span<const int32_t> values);

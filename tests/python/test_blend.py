@@ -290,7 +290,7 @@ def test_later_check_layers_keep_fewer_rows(make: Make) -> None:
     assert at(4, [1, 1]).query_start_loc is None
 
 
-def test_positions_of_offsets_that_are_refused_take_no_memory() -> None:
+def test_positions_take_memory_only_for_offsets_that_are_taken() -> None:
     """With room for far fewer rows than the last offset claims."""
     last = 2**31 - 1
     refused = [
@@ -307,6 +307,8 @@ def test_positions_of_offsets_that_are_refused_take_no_memory() -> None:
         for starts, contexts, why in refused:
             with pytest.raises(errors.BadArgumentError, match=why):
                 blend.batch_positions(starts, contexts)
+        with pytest.raises(errors.OutOfMemoryError, match="allocator refused"):
+            blend.batch_positions([0, last], [0])
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
