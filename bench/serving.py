@@ -220,7 +220,7 @@ class Work:
         tasks = [asyncio.ensure_future(each) for each in asked]
         try:
             await _until_grown(tasks, streams, 16)
-            begin = time.perf_counter()
+            begin = min(seen.times[-1] for seen in streams)  # of the gap in which a prompt arrives
             firsts = [await self._answer(self._prompt(prompt), 1) for _ in range(prompts)]
             end = time.perf_counter()
             await _until_grown(tasks, streams, 64)

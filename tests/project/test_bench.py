@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import os
@@ -24,6 +25,7 @@ import generation  # noqa: E402
 import measure  # noqa: E402
 import models  # noqa: E402
 import report  # noqa: E402
+import serving  # noqa: E402
 import workers  # noqa: E402
 
 
@@ -212,6 +214,18 @@ def test_nothing_between_tokens_that_come_at_once_has_a_ratio():
     assert (row.comparisons[0].value, row.outcomes[0].reached) == (0, False)
     row = measure.rows(case_of(metric), measured([0.0], [0.0], [probe(1e9, 1e9)]))[0]
     assert row.comparisons[0].ratio == 1
+
+
+def test_a_prompt_arrives_in_a_gap_where_no_token_comes_meanwhile():
+    async def ask(prompt: list[int], tokens: int, seen: serving.Seen) -> None:
+        for _ in range(tokens - 1):
+            seen.note([1])
+            await asyncio.sleep(0)
+        seen.note([1])
+
+    work = serving.Work(ask, vocab_size=1000, seed=1)
+    samples = asyncio.run(work.arrivals(clients=2, prompts=1, prompt=4, tokens=10**9))
+    assert samples["between tokens, p99"][0] > 0
 
 
 def test_a_goal_may_be_about_another_side():
