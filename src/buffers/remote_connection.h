@@ -41,7 +41,8 @@ class RemoteConnection final : private ClientSession::Owner {
   // opened.
   Result<std::shared_ptr<Call>> Start(wire::Message message);
   // Asks for an entry until the moment `until_ns`: the server waits for as long as is left once the
-  // question can be sent. Timeout if that is never. `query`: what the entry must match.
+  // question can be sent. Timeout if that is never. `query`: what the entry must match. REQUIRES:
+  // until_ns >= 0.
   Result<std::shared_ptr<Call>> StartTake(wire::Message query, int64_t until_ns);
   // The answer; bounded as the server's signs of life are.
   Result<wire::Message> Await(const std::shared_ptr<Call>& call);

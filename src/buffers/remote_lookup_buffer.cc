@@ -66,7 +66,8 @@ class RemoteLookupBuffer final : public LookupBuffer {
 
  private:
   Result<std::optional<Handover>> TakeOnce(const LookupQuery& query, Timeout timeout) {
-    const int64_t until = timeout ? MomentAfter(clock_->SteadyNs(), timeout->count()) : kNever;
+    const int64_t until =
+        timeout ? MomentAfter(clock_->SteadyNs(), std::max<int64_t>(0, timeout->count())) : kNever;
     Message message;
     if (query.tokens) message.tensors.emplace_back("tokens", *query.tokens);
     if (query.tokens && query.roi) message.tensors.emplace_back("roi", *query.roi);

@@ -34,7 +34,7 @@ struct RecurrentLayerLayout {
   }
 };
 
-// Of one layer that stands alone: both offsets are 0.
+// One layer that stands alone: both offsets are 0.
 RecurrentLayerLayout LayoutOfLayer(const RecurrentLayerSpec& spec);
 
 struct RecurrentLayout {
