@@ -149,8 +149,14 @@ class DiskFolder {
   Status WriteNewFile(FileSession& io, const NewChunk& chunk, NewFile& new_file);
   Status WritePieces(FileSession& io, const NewChunk& chunk, NewFile& new_file,
                      FileTransfers& transfers);
-  Status StoreOnce(FileSession& io, const NewChunk& chunk, bool* stored);
-  Status Publish(FileSession& io, const NewChunk& chunk, NewFile& new_file, bool* is_there);
+  // What became of one try to store a chunk.
+  struct Attempt {
+    bool stored = false;
+    bool is_there = false;  // another process has put it meanwhile
+    bool refused = false;  // Full: the limits and quotas leave it no room, however free the disk is
+  };
+  Status StoreOnce(FileSession& io, const NewChunk& chunk, Attempt* attempt);
+  Status Publish(FileSession& io, const NewChunk& chunk, NewFile& new_file, Attempt* attempt);
   // Gives the new file the name of the file `inode`.
   Status Replace(FileSession& io, const NewChunk& chunk, uint64_t inode, NewFile& new_file);
   // Ok with *is_there: a sound file is there, as durable as a new one would be.

@@ -2,11 +2,28 @@
 #include <cerrno>
 #include <cstdlib>
 #include <optional>
+#include <string>
 
 #include "base/clock.h"
 #include "store/disk/disk_folder.h"
 
 namespace quire {
+namespace {
+
+Status NoRoom(int64_t bytes, int64_t used, int64_t bytes_max) {
+  const std::string what = "disk: no room for " + std::to_string(bytes) + " bytes: ";
+  if (used + bytes <= bytes_max) {
+    return Status(StatusCode::kFull,
+                  what +
+                      "the quota of their model and cache salt is used up, by chunks that are "
+                      "pinned, or is smaller than that; raise the quota");
+  }
+  return Status(StatusCode::kFull,
+                what + std::to_string(used) + " of " + std::to_string(bytes_max) +
+                    " are used, by chunks that are pinned or guaranteed; raise bytes_max");
+}
+
+}  // namespace
 
 // Bytes of the file; nothing if it was gone.
 Result<std::optional<int64_t>> DiskFolder::RemoveFile(FileSession& io, const ChunkId& id,
@@ -106,10 +123,7 @@ Status DiskFolder::MakeRoom(FileSession& io, const ChunkKey& root, int64_t bytes
     } else if (is_tight && used != catalog_.bytes() + unreadable_) {
       QUIRE_RETURN_IF_ERROR(LearnFolder(io));
     } else {
-      return Status(StatusCode::kFull,
-                    "disk: no room for " + std::to_string(bytes) +
-                        " bytes: " + std::to_string(used) + " of " + std::to_string(bytes_max) +
-                        " are used, by chunks that are pinned or guaranteed; raise bytes_max");
+      return NoRoom(bytes, used, bytes_max);
     }
   }
   room_since_learnt_ += bytes;

@@ -93,15 +93,17 @@ Status DiskFolder::RemoveUnsigned(FileSession& io, const ChunkId& id) {
 }
 
 Status DiskFolder::Publish(FileSession& io, const NewChunk& chunk, NewFile& new_file,
-                           bool* is_there) {
+                           Attempt* attempt) {
   const FolderLock::Hold lock(lock_, io);
   QUIRE_RETURN_IF_ERROR(lock.status());
   const int64_t bytes = chunk.header.total_bytes;
-  QUIRE_RETURN_IF_ERROR(MakeRoom(io, chunk.id.root, bytes));
+  const Status room = MakeRoom(io, chunk.id.root, bytes);
+  attempt->refused = room.code() == StatusCode::kFull;
+  QUIRE_RETURN_IF_ERROR(room);
   const std::string path = PathOf(chunk.id);
   const int error = io.Link(new_file.file.get(), new_file.path, path);
-  *is_there = error == -EEXIST;
-  if (*is_there) return Status();
+  attempt->is_there = error == -EEXIST;
+  if (attempt->is_there) return Status();
   if (error != 0) return FileError(error, "cannot name " + path);
   const Status counted = lock_.Add(io, bytes);
   Note(chunk.id, chunk.header, chunk.worth);
@@ -111,24 +113,23 @@ Status DiskFolder::Publish(FileSession& io, const NewChunk& chunk, NewFile& new_
   return Status();
 }
 
-Status DiskFolder::StoreOnce(FileSession& io, const NewChunk& chunk, bool* stored) {
+Status DiskFolder::StoreOnce(FileSession& io, const NewChunk& chunk, Attempt* attempt) {
   bool is_there = false;
   QUIRE_RETURN_IF_ERROR(CheckPresent(io, chunk.id, &is_there));
   if (is_there) {
     catalog_.CountDuplicate();
-    *stored = true;
+    attempt->stored = true;
     return Status();
   }
   QUIRE_RETURN_IF_ERROR(folders_.Make(io, chunk.id));
   NewFile new_file;
   QUIRE_RETURN_IF_ERROR(temporary_.Create(io, false, &new_file));
   Status status = WriteNewFile(io, chunk, new_file);
-  bool appeared = false;
-  if (status.ok()) status = Publish(io, chunk, new_file, &appeared);
+  if (status.ok()) status = Publish(io, chunk, new_file, attempt);
   TemporaryFiles::Drop(io, new_file);
   QUIRE_RETURN_IF_ERROR(status);
-  *stored = !appeared;  // otherwise it is looked at once more: is it sound?
-  if (*stored && syncs()) {
+  attempt->stored = !attempt->is_there;  // otherwise it is looked at once more: is it sound?
+  if (attempt->stored && syncs()) {
     QUIRE_RETURN_IF_ERROR(folders_.Sync(io, chunk.id));
     catalog_.SetSeen(chunk.id, {.verified = true, .synced = true});
   }
@@ -137,10 +138,10 @@ Status DiskFolder::StoreOnce(FileSession& io, const NewChunk& chunk, bool* store
 
 Status DiskFolder::Store(FileSession& io, const NewChunk& chunk) {
   bool has_freed = false;
-  for (int attempt = 0; attempt < kStoreAttempts; ++attempt) {
-    bool stored = false;
-    const Status status = StoreOnce(io, chunk, &stored);
-    if (stored || io.work().abandoned()) return status;
+  for (int i = 0; i < kStoreAttempts; ++i) {
+    Attempt attempt;
+    const Status status = StoreOnce(io, chunk, &attempt);
+    if (attempt.stored || attempt.refused || io.work().abandoned()) return status;
     if (status.code() == StatusCode::kFull) {
       if (has_freed || !FreeDisk(io, chunk.header.total_bytes).ok()) return status;
       has_freed = true;

@@ -340,6 +340,16 @@ TEST_F(DiskTierFaultTest, AFullDiskEvictsAndTriesOnceMore) {
   EXPECT_TRUE(ReadBack(*tier, chain[0]).ok());
 }
 
+TEST_F(DiskTierFaultTest, ALimitOnFilesCostsNoChunk) {
+  const auto old = TestChain(2);
+  const auto chain = TestChain(1, 5);
+  const auto tier = OpenFaulty();
+  (void)tier->Write(WritesOf(old), kNever);
+  files->FailAt(0, -EFBIG, true, "write");
+  EXPECT_EQ(Put(*tier, chain[0]).code(), StatusCode::kTooLarge);
+  EXPECT_EQ(tier->Usage().evicted, 0);
+}
+
 // Each call fails in each way once, and nothing wrong, nothing lost that was acknowledged.
 TEST_F(DiskTierTest, EveryCallMayFail) {
   for (const int error : {-EIO, -ENOSPC, -EINTR, 1}) {

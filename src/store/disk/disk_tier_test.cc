@@ -239,6 +239,19 @@ TEST_F(DiskTierTest, AQuotaOfOneSaltIsItsOwn) {
   EXPECT_EQ(*tier->Prefix(Ids(others), kNever), 3);
 }
 
+TEST_F(DiskTierTest, APutOverItsQuotaCostsOthersNothing) {
+  const auto chain = TestChain(1, 0, {}, "a");
+  const auto others = TestChain(3, 0, {}, "b");
+  const auto tier = Open();
+  (void)tier->Write(WritesOf(others), kNever);
+  tier->SetQuota(chain[0].id.root, {.bytes_max = 1});
+  const Status refused = Put(*tier, chain[0]);
+  EXPECT_EQ(refused.code(), StatusCode::kFull);
+  EXPECT_NE(refused.message().find("quota"), std::string_view::npos) << refused.message();
+  EXPECT_EQ(*tier->Prefix(Ids(others), kNever), 3);
+  EXPECT_EQ(tier->Usage().evicted, 0);
+}
+
 TEST_F(DiskTierTest, FullOfPinnedChunksRefuses) {
   const auto chain = TestChain(1);
   const auto other = TestChain(1, 3);

@@ -12,7 +12,8 @@ Status FileError(int64_t error, const std::string& what) {
   const int number = static_cast<int>(-error);
   StatusCode code = StatusCode::kIoError;
   if (number == ENOENT || number == ENOTDIR) code = StatusCode::kNotFound;
-  if (number == ENOSPC || number == EDQUOT || number == EFBIG) code = StatusCode::kFull;
+  if (number == ENOSPC || number == EDQUOT) code = StatusCode::kFull;
+  if (number == EFBIG) code = StatusCode::kTooLarge;  // a limit on one file: no room helps
   return Status(code,
                 "disk: " + what + ": error " + std::to_string(number) + ", " +
                     std::string(strerrordesc_np(number) ? strerrordesc_np(number) : "not known"));

@@ -50,6 +50,7 @@ class FakeTier final : public ChunkTier {
   struct Calls {
     int64_t prefix = 0, reads = 0, writes = 0, controls = 0, upkeeps = 0;
     int64_t upkeep_deadline_ns = kNever;  // the first one
+    int64_t unwanted = 0;                 // chunks that nobody waited for in the middle of a read
     int64_t asks = 0;                     // calls of Prefixes, each with those of Prefix in it
     int64_t collisions = 0;               // reads that found a chunk of another key
     std::map<ChunkKey, int64_t> chunk_reads{}, chunk_writes{};
@@ -167,7 +168,11 @@ class FakeTier final : public ChunkTier {
       for (size_t i = 0; i < items.size(); ++i)
         if (!readings[i].ended) {
           Status status = in_time ? ReadLayer(i, layer, &readings[i], sink) : Late();
-          if (sink.Cancelled(i)) status = Status(StatusCode::kCancelled, "fake: cancelled");
+          if (sink.Cancelled(i)) {
+            status = Status(StatusCode::kCancelled, "fake: cancelled");
+            const std::lock_guard lock(mutex_);
+            ++calls_.unwanted;
+          }
           if (!status.ok() || readings[i].sections_left == 0) End(i, status, sink, &readings[i]);
         }
     }

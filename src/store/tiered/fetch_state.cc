@@ -61,6 +61,7 @@ void FetchState::Failed(int64_t i, MissReason why) noexcept {
   end_ = i;
   located_ = true;  // nothing behind it is of use
   miss_ = why;
+  LeaveLoads();
   Advance();
 }
 

@@ -276,6 +276,24 @@ TEST_F(SlowStore, AChunkThatIsDamagedHalfwayEndsItsLayers) {
   ExpectExact(*fetch, tokens);
 }
 
+TEST_F(SlowStore, WhatIsBehindADamagedChunkIsNotReadOn) {
+  Open({});
+  const auto tokens = TokensFrom(1, 16);
+  Fill(disk_, tokens);
+  disk_->Change([&](auto& script) {
+    script.damaged = {Chain(tokens)[1]};  // which shows in its second layer
+    script.layers = 2;
+  });
+  const auto fetch = Start(Request(tokens));
+  disk_->AwaitHeld(1);
+  EXPECT_EQ(disk_->calls().unwanted, 2);
+  disk_->Change([](auto& script) { script.layers = kTestLayers; });
+  EXPECT_TRUE(fetch->Wait(kNever));
+  EXPECT_EQ(fetch->ready(), 1);
+  EXPECT_EQ(fetch->miss(), MissReason::kCorrupt);
+  ExpectExact(*fetch, tokens);
+}
+
 TEST_F(SlowStore, OneChainMayComeFromAllTiers) {
   Open({.redis = true});
   const auto tokens = TokensFrom(1, 16);
