@@ -58,7 +58,7 @@ struct DiskTier::WriteJob {
   struct Item {
     DiskFolder::NewChunk chunk{};
     const StoredChunk* source = nullptr;  // used only while the caller is there
-    Status status{};
+    std::optional<Status> status{};       // set while the caller is there
   };
   std::vector<Item> items{};
 };
@@ -202,7 +202,9 @@ void DiskTier::RunWrites(IoWork& work, Shared& shared, WriteJob& job) {
       const int64_t until_ns = shared.clock->SteadyNs() + shared.io_timeout_ns;
       if (!WaitUntil(*shared.clock, shared.claims_changed, lock, until_ns,
                      [&] { return !shared.claims.contains(id); })) {
-        item.status = Status(StatusCode::kTimeout, "disk: another put of the chunk hangs");
+        work.WithCaller([&] {
+          item.status = Status(StatusCode::kTimeout, "disk: another put of the chunk hangs");
+        });
         continue;
       }
       shared.claims.insert(id);
@@ -226,9 +228,9 @@ std::vector<Status> DiskTier::Write(std::span<const TierWrite> items, int64_t de
   }
   const Status ran = writes_.Run(
       [job, shared = shared_](IoWork& work) { RunWrites(work, *shared, *job); }, deadline_ns);
+  // What ended before the deadline is stored, or not, whatever became of the rest.
   std::vector<Status> statuses;
-  for (size_t i = 0; i < items.size(); ++i)
-    statuses.push_back(ran.ok() ? job->items[i].status : ran);
+  for (const WriteJob::Item& item : job->items) statuses.push_back(item.status.value_or(ran));
   return statuses;
 }
 

@@ -264,6 +264,30 @@ TEST_F(DiskTierFaultTest, ADeadlineThatPassedIsATimeout) {
   hold.unlock();
 }
 
+TEST_F(DiskTierFaultTest, WhatWasPutBeforeTheDeadlineIsStored) {
+  const auto chain = TestChain(3);
+  const auto tier = OpenFaulty();
+  auto mutex = std::make_shared<std::mutex>();
+  std::unique_lock<std::mutex> hold(*mutex);
+  auto files_made = std::make_shared<std::atomic<int>>(0);
+  files->CallAt(-1, [mutex, files_made](std::string_view name) {
+    if (name != "allocate" || files_made->fetch_add(1) != 1) return;
+    files_made->notify_all();
+    const std::lock_guard<std::mutex> wait(*mutex);
+  });
+  std::vector<Status> statuses;
+  std::thread writer(
+      [&] { statuses = tier->Write(WritesOf(chain), clock->SteadyNs() + 1'000'000); });
+  while (*files_made < 2) files_made->wait(*files_made);
+  clock->AwaitWaiters(1);
+  clock->Advance(1'000'000);
+  writer.join();
+  EXPECT_TRUE(statuses[0].ok()) << statuses[0].ToString();
+  EXPECT_EQ(statuses[1].code(), StatusCode::kTimeout);
+  EXPECT_EQ(statuses[2].code(), StatusCode::kTimeout);
+  hold.unlock();
+}
+
 // ---- Errors
 
 TEST_F(DiskTierFaultTest, AnIoErrorIsAMissAndRemovesNothing) {

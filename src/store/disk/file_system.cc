@@ -112,21 +112,16 @@ class MachineFileSystem final : public FileSystem {
     return OrErrorInt(::rmdir(path.c_str()));
   }
   int List(const std::string& path, std::vector<std::string>* names) override {
-    DIR* const directory = ::opendir(path.c_str());
+    const auto close = [](DIR* directory) { ::closedir(directory); };
+    const std::unique_ptr<DIR, decltype(close)> directory(::opendir(path.c_str()), close);
     if (directory == nullptr) return -errno;
-    int error = 0;
     for (;;) {
       errno = 0;
-      const dirent* const entry = ::readdir(directory);
-      if (entry == nullptr) {
-        error = -errno;
-        break;
-      }
+      const dirent* const entry = ::readdir(directory.get());
+      if (entry == nullptr) return -errno;
       const std::string_view name = entry->d_name;
       if (name != "." && name != "..") names->emplace_back(name);
     }
-    ::closedir(directory);
-    return error;
   }
   int Lock(int file, bool wait) override {
     return OrErrorInt(::flock(file, LOCK_EX | (wait ? 0 : LOCK_NB)));
