@@ -880,11 +880,14 @@ Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
   std::vector<float> values(static_cast<size_t>(size));
   QUIRE_RETURN_IF_ERROR(
       CopyElements(tensor, DType::kF32, reinterpret_cast<std::byte*>(values.data())));
-  if (tensor.stored->value_offset == 0) {
+  if (tensor.stored->value_offset == 0 && tensor.stored->rotary_head_rows == 0) {
     Record(tensor);
     return values;
   }
-  for (float& value : values) value += tensor.stored->value_offset;
+  // A packed file says nothing of offsets and rotary pairs: it has the values as they are used.
+  if (tensor.stored->value_offset != 0) {
+    for (float& value : values) value += tensor.stored->value_offset;
+  }
   if (record_ != nullptr) {
     auto copy = std::make_shared<const std::vector<float>>(values);
     const auto* const bytes = reinterpret_cast<const std::byte*>(copy->data());
