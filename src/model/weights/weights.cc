@@ -134,6 +134,13 @@ TaskRange OutputsOf(std::span<const LinearPart> parts, size_t index) {
   return range;
 }
 
+Status CheckShape(const CheckpointTensor& tensor, std::span<const int64_t> shape) {
+  if (std::ranges::equal(tensor.stored->shape, shape)) return Status();
+  return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
+                                          ", config.json asks for " + ShapeText(shape) +
+                                          "; the two do not belong together");
+}
+
 std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
   return {OutputBlocks(n), PackedInputs(dtype, k), kOutputBlock};
 }
@@ -226,11 +233,7 @@ Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
                                  "quire import"
                                : "save the model in one of these types"));
   }
-  if (!std::ranges::equal(tensor.stored->shape, shape)) {
-    return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
-                                            ", config.json asks for " + ShapeText(shape) +
-                                            "; the two do not belong together");
-  }
+  QUIRE_RETURN_IF_ERROR(CheckShape(tensor, shape));
   return tensor;
 }
 
@@ -238,8 +241,9 @@ Result<CheckpointTensor> WeightLoader::FindMatrix(const std::string& name, int64
                                                   int64_t k) {
   const int64_t shape[] = {rows, k};
   QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor, checkpoint_.Find(name));
-  if (tensor.stored->format && std::ranges::equal(tensor.stored->shape, shape)) return tensor;
-  return FindFloat(name, shape);
+  if (!tensor.stored->format) return FindFloat(name, shape);
+  QUIRE_RETURN_IF_ERROR(CheckShape(tensor, shape));
+  return tensor;
 }
 
 void WeightLoader::Count(const std::string& name, int64_t elements) {
