@@ -148,6 +148,7 @@ Status ReadCompressedGroup(const JsonValue& group, FolderQuantisation* quantisat
   QUIRE_ASSIGN_OR_RETURN(const std::string strategy,
                          ReadName(weights, "strategy", "tensor", kStrategies));
   QUIRE_ASSIGN_OR_RETURN(const bool is_symmetric, weights.GetBoolOr("symmetric", true));
+  // The one offset of a whole matrix is left out where it is 0.
   if (is_symmetric || strategy == "tensor") quantisation->has_offsets = false;
   if (strategy != "group") return Status();
   return ReadGroupSize(weights, "group_size").status();
