@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <array>
 #include <csignal>
 #include <filesystem>
 
+#include "model/testing/test_gguf.h"
 #include "model/testing/test_model.h"
 #include "model/weights/safetensors.h"
 
@@ -40,6 +42,28 @@ TEST(Pack, BeginsMatricesOnCacheLines) {
     EXPECT_EQ((contents->data_offset + tensor.begin) % 64, 0) << tensor.name;
   }
   EXPECT_EQ(matrices, 2 * 4 + 1);  // of each layer qkv, o, gate and up, down; the head
+}
+
+// Llama files hold the rows of q and k as rotary pairs, and so their biases.
+TEST(Pack, KeepsBiasesThatAFileHoldsAsRotaryPairs) {
+  const TestModel model{.hidden_size = 256,
+                        .intermediate_size = 512,
+                        .num_hidden_layers = 1,
+                        .head_dim = 64,
+                        .attention_bias = true};
+  const TestFolder folder;
+  WriteGgufModel(folder, model, std::array{WeightFormat::kQ8_0});
+  const TestFolder packed;
+  PackTestModel(folder, DType::kF32, packed);
+  const auto tokens = RandomTokens(20, model.vocab_size, 5);
+  std::vector<std::vector<float>> logits;
+  for (const TestFolder* source : {&folder, &packed}) {
+    const auto loaded = LoadTestModel(*source, DType::kF32);
+    ASSERT_NE(loaded, nullptr);
+    const auto cache = CreateTestCache(*loaded, {});
+    logits.push_back(RunForward(*loaded, *cache, 0, tokens));
+  }
+  EXPECT_TRUE(logits[0] == logits[1]);
 }
 
 TEST(Pack, RefusesToOverwriteAndToRoundWhatIsPacked) {

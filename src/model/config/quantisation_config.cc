@@ -63,6 +63,10 @@ Result<FolderQuantisation> ReadGptq(const JsonValue& json) {
   QUIRE_RETURN_IF_ERROR(ReadName(json, "pack_dtype", "int32", kWords).status());
   QUIRE_RETURN_IF_ERROR(RefuseFlag(json, "is_marlin_format", true, false));
   quantisation.zero_raise = form == "gptq" ? 1 : 0;
+  // Groups that are cut before the inputs are ordered lie as the inputs do.
+  QUIRE_ASSIGN_OR_RETURN(const bool has_order, json.GetBoolOr("desc_act", false));
+  QUIRE_ASSIGN_OR_RETURN(const bool has_static_groups, json.GetBoolOr("static_groups", false));
+  quantisation.is_strewn = has_order && !has_static_groups;
   return quantisation;
 }
 
@@ -136,10 +140,16 @@ Status ReadCompressedGroup(const JsonValue& group, FolderQuantisation* quantisat
   QUIRE_RETURN_IF_ERROR(ReadName(group, "format", kForms[0], kForms).status());
   QUIRE_ASSIGN_OR_RETURN(const JsonValue weights, group.Get("weights"));
   QUIRE_ASSIGN_OR_RETURN(const std::string type, ReadName(weights, "type", "int", kTypes));
-  if (type == "float") return ReadFloatGroup(weights, quantisation);
+  if (type == "float") {
+    quantisation->has_offsets = false;
+    return ReadFloatGroup(weights, quantisation);
+  }
   QUIRE_RETURN_IF_ERROR(ReadBits(weights, "num_bits", true).status());
   QUIRE_ASSIGN_OR_RETURN(const std::string strategy,
                          ReadName(weights, "strategy", "tensor", kStrategies));
+  QUIRE_ASSIGN_OR_RETURN(const bool is_symmetric, weights.GetBoolOr("symmetric", true));
+  // The one offset of a whole matrix is left out where it is 0.
+  if (is_symmetric || strategy == "tensor") quantisation->has_offsets = false;
   if (strategy != "group") return Status();
   return ReadGroupSize(weights, "group_size").status();
 }
@@ -160,7 +170,7 @@ Result<FolderQuantisation> ReadCompressed(const JsonValue& json) {
   if (!groups->json().is_object()) {
     return BadField(json, "config_groups", "expected an object");
   }
-  FolderQuantisation quantisation;
+  FolderQuantisation quantisation{.has_offsets = !groups->json().empty()};
   for (const auto& [name, value] : groups->json().items()) {
     QUIRE_ASSIGN_OR_RETURN(const JsonValue group, groups->Get(name));
     QUIRE_RETURN_IF_ERROR(ReadCompressedGroup(group, &quantisation));

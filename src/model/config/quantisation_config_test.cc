@@ -69,6 +69,41 @@ TEST(Quantisation, FormsAreRead) {
   EXPECT_EQ(mxfp4->block_outputs, 0);
 }
 
+TEST(Quantisation, GroupsAreStrewnWhereTheOrderOfActivationsCutsThem) {
+  json config = Gptq();
+  EXPECT_FALSE(Read(config)->is_strewn);
+  config["desc_act"] = false;
+  EXPECT_FALSE(Read(config)->is_strewn);
+  config["desc_act"] = true;
+  EXPECT_TRUE(Read(config)->is_strewn);
+  config["static_groups"] = true;  // cut before the inputs are ordered
+  EXPECT_FALSE(Read(config)->is_strewn);
+  config["static_groups"] = false;
+  EXPECT_TRUE(Read(config)->is_strewn);
+}
+
+TEST(Quantisation, OffsetsAreThereWhereNoGroupIsSymmetric) {
+  json config = Compressed();
+  json& groups = config["config_groups"];
+  json& weights = groups["group_0"]["weights"];
+  EXPECT_FALSE(Read(config)->has_offsets);
+  weights["symmetric"] = true;
+  EXPECT_FALSE(Read(config)->has_offsets);
+  weights["symmetric"] = false;
+  EXPECT_TRUE(Read(config)->has_offsets);
+  weights["strategy"] = "channel";
+  EXPECT_TRUE(Read(config)->has_offsets);
+  weights["strategy"] = "tensor";  // may be left out
+  EXPECT_FALSE(Read(config)->has_offsets);
+  weights["strategy"] = "group";
+  for (const json& other : {Compressed(), Mxfp4()}) {
+    groups["group_1"] = other["config_groups"]["group_0"];
+    EXPECT_FALSE(Read(config)->has_offsets);
+  }
+  groups = json::object();
+  EXPECT_FALSE(Read(config)->has_offsets);
+}
+
 TEST(Quantisation, Float8IsReadWithItsBlocks) {
   const auto found = Read(Float8());
   ASSERT_TRUE(found.ok()) << found.status().ToString();
@@ -116,6 +151,7 @@ TEST(Quantisation, WhatIsNotReadIsRefusedByFieldAndValue) {
       {Gptq(), "/checkpoint_format", "marlin", ".checkpoint_format: \"marlin\" is not read"},
       {Gptq(), "/pack_dtype", "int16", ".pack_dtype: \"int16\" is not read"},
       {Gptq(), "/is_marlin_format", true, ".is_marlin_format: true is not read"},
+      {Gptq(), "/desc_act", "yes", ".desc_act: expected"},
       {Awq(), "/bits", 8, ".bits: 8 is not read; read is 4"},
       {Awq(), "/version", "gemv", ".version: \"gemv\" is not read; read are gemm"},
       {Awq(), "/zero_point", false, ".zero_point: false is not read; read is true"},
@@ -149,6 +185,7 @@ TEST(Quantisation, WhatIsNotReadIsRefusedByFieldAndValue) {
       {Compressed(), group + "/weights/type", "fp",
        "group_0.weights.type: \"fp\" is not read; read are float, int"},
       {Compressed(), group + "/weights/num_bits", 2, "group_0.weights.num_bits: 2 is not read"},
+      {Compressed(), group + "/weights/symmetric", "no", "group_0.weights.symmetric: expected"},
       {Compressed(), group + "/weights/strategy", "block",
        "group_0.weights.strategy: \"block\" is not read; read are channel, group, tensor"},
       {Compressed(), group + "/weights/group_size", 48,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -20,8 +21,8 @@ constexpr uint64_t kMaxStringBytes = uint64_t{16} << 20;
 constexpr uint64_t kMaxArrayValues = 4'000'000;
 constexpr int kMaxArrayDepth = 4;
 constexpr uint32_t kMaxDimensions = 4;
-constexpr uint64_t kMaxAlignment = uint64_t{1} << 20;
-constexpr uint64_t kDefaultAlignment = 32;
+constexpr int64_t kMaxAlignment = int64_t{1} << 20;
+constexpr int64_t kDefaultAlignment = 32;
 
 enum ValueType : uint32_t {
   kUint8 = 0,
@@ -39,6 +40,8 @@ enum ValueType : uint32_t {
   kFloat64 = 12,
 };
 constexpr uint64_t kValueBytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+constexpr uint32_t kUnsignedTypes[] = {kUint8, kUint16, kUint32, kUint64};
+constexpr uint32_t kSignedTypes[] = {kInt8, kInt16, kInt32, kInt64};
 
 struct GgufType {
   uint32_t number;
@@ -239,10 +242,16 @@ std::string NameInCheckpoint(std::string_view architecture, std::string_view sto
 // -------------------------------------------------------------------------------------------------
 // the header
 
+// Where a value of the metadata begins.
+struct MetadataValue {
+  uint32_t type;
+  size_t begin;
+};
+
 // What weights need of the metadata.
 struct GgufMetadata {
   std::string architecture;
-  uint64_t alignment = kDefaultAlignment;
+  uint64_t alignment = 1;
   int64_t head_count = 0;  // 0: not given
   int64_t kv_head_count = 0;
   int64_t expert_count = 0;
@@ -370,30 +379,42 @@ class GgufParser {
     const std::string what = "metadata " + QuotedName(key);
     uint32_t type = 0;
     QUIRE_RETURN_IF_ERROR(Read(&type, what));
-    if (key == "general.architecture" && type == kString) {
-      QUIRE_ASSIGN_OR_RETURN(const std::string_view name, ReadString(kMaxTensorNameBytes, what));
-      metadata_.architecture = name;
-      return Status();
+    if (!values_.emplace(key, MetadataValue{type, position_}).second) {
+      return Corrupt(what + " stands twice");
     }
-    const size_t begin = position_;
-    QUIRE_RETURN_IF_ERROR(SkipValue(type, 0, what));
-    if (type != kUint32 && type != kInt32) return Status();
-    uint32_t value = 0;
-    std::memcpy(&value, bytes_.data() + begin, sizeof(value));
-    if (key == "general.alignment") metadata_.alignment = value;
-    if (key.ends_with(".attention.head_count")) metadata_.head_count = value;
-    if (key.ends_with(".attention.head_count_kv")) metadata_.kv_head_count = value;
-    if (key.ends_with(".expert_count")) metadata_.expert_count = value;
+    if (key != "general.architecture" || type != kString) return SkipValue(type, 0, what);
+    QUIRE_ASSIGN_OR_RETURN(metadata_.architecture, ReadString(kMaxTensorNameBytes, what));
     return Status();
   }
 
+  // An integer of any type that is not below 0; `fallback` where the key is absent.
+  Result<int64_t> CountOr(const std::string& key, int64_t fallback) const {
+    const auto found = values_.find(key);
+    if (found == values_.end()) return fallback;
+    const auto [type, begin] = found->second;
+    const std::string what = "metadata " + QuotedName(key);
+    const bool is_signed = std::ranges::find(kSignedTypes, type) != std::end(kSignedTypes);
+    if (!is_signed && std::ranges::find(kUnsignedTypes, type) == std::end(kUnsignedTypes)) {
+      return Corrupt(what + " is no integer");
+    }
+    const uint64_t size = kValueBytes[type];
+    uint64_t value = 0;
+    std::memcpy(&value, bytes_.data() + begin, size);
+    const bool has_top_bit = (value >> (8 * size - 1)) != 0;
+    if (has_top_bit && (is_signed || size == sizeof(value))) {
+      return Corrupt(what + " is negative or over 2^63");
+    }
+    return static_cast<int64_t>(value);
+  }
+
   Status CheckMetadata() {
-    const uint64_t alignment = metadata_.alignment;
+    QUIRE_ASSIGN_OR_RETURN(const int64_t alignment,
+                           CountOr("general.alignment", kDefaultAlignment));
     if (alignment == 0 || alignment > kMaxAlignment || (alignment & (alignment - 1)) != 0) {
       return Corrupt("metadata \"general.alignment\" is " + std::to_string(alignment) +
                      ", not a power of two up to " + std::to_string(kMaxAlignment));
     }
-    if (metadata_.kv_head_count == 0) metadata_.kv_head_count = metadata_.head_count;
+    metadata_.alignment = static_cast<uint64_t>(alignment);
     if (std::ranges::find(kArchitectures, metadata_.architecture) == std::end(kArchitectures)) {
       std::string known;
       for (const std::string_view name : kArchitectures) {
@@ -403,6 +424,16 @@ class GgufParser {
                                                   QuotedName(metadata_.architecture) +
                                                   "; GGUF files are read of: " + known);
     }
+    return FindCounts();
+  }
+
+  Status FindCounts() {
+    QUIRE_ASSIGN_OR_RETURN(metadata_.expert_count,
+                           CountOr(metadata_.architecture + ".expert_count", 0));
+    if (metadata_.architecture != "llama") return Status();  // no rows lie as rotary pairs
+    QUIRE_ASSIGN_OR_RETURN(metadata_.head_count, CountOr("llama.attention.head_count", 0));
+    QUIRE_ASSIGN_OR_RETURN(metadata_.kv_head_count, CountOr("llama.attention.head_count_kv", 0));
+    if (metadata_.kv_head_count == 0) metadata_.kv_head_count = metadata_.head_count;
     return Status();
   }
 
@@ -564,6 +595,7 @@ class GgufParser {
   const std::string_view file_;
   size_t position_ = 0;  // never after the end of bytes_
   uint64_t array_values_ = 0;
+  std::map<std::string_view, MetadataValue> values_;  // names in bytes_
   GgufMetadata metadata_;
 };
 

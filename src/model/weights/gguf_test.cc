@@ -26,6 +26,11 @@ std::string IntEntry(std::string_view key, uint32_t value) {
   return Text(key) + Bytes<uint32_t>(4) + Bytes(value);
 }
 
+template <typename T>
+std::string Entry(std::string_view key, uint32_t type, T value) {
+  return Text(key) + Bytes(type) + Bytes(value);
+}
+
 struct Tensor {
   std::string name;
   std::vector<uint64_t> dimensions;  // the fastest first
@@ -354,6 +359,96 @@ TEST(Gguf, MetadataOfAnyTypeIsSkipped) {
   file.metadata.push_back(Text("c") + Bytes<uint32_t>(12) + Bytes(1.0));
   file.metadata.push_back(Text("d") + Bytes<uint32_t>(7) + Bytes<uint8_t>(1));
   EXPECT_TRUE(Parse(file.Write()).ok());
+}
+
+// Entries of the number in every type of integers.
+std::vector<std::string> EntriesOfAllIntegers(std::string_view key, int value) {
+  return {Entry(key, 0, static_cast<uint8_t>(value)),   Entry(key, 1, static_cast<int8_t>(value)),
+          Entry(key, 2, static_cast<uint16_t>(value)),  Entry(key, 3, static_cast<int16_t>(value)),
+          Entry(key, 4, static_cast<uint32_t>(value)),  Entry(key, 5, static_cast<int32_t>(value)),
+          Entry(key, 10, static_cast<uint64_t>(value)), Entry(key, 11, int64_t{value})};
+}
+
+TEST(Gguf, NumbersAreReadFromEveryTypeOfIntegers) {
+  for (const std::string& entry : EntriesOfAllIntegers("llama.attention.head_count", 2)) {
+    File file;
+    file.metadata[1] = entry;
+    const auto stored = Parse(file.Write());
+    ASSERT_TRUE(stored.ok()) << stored.status().message();
+    EXPECT_EQ(stored->Find("model.layers.0.self_attn.q_proj.weight")->rotary_head_rows, 4);
+  }
+  for (const std::string& entry : EntriesOfAllIntegers("llama.attention.head_count_kv", 2)) {
+    File file;
+    file.metadata[2] = entry;
+    const auto stored = Parse(file.Write());
+    ASSERT_TRUE(stored.ok()) << stored.status().message();
+    EXPECT_EQ(stored->Find("model.layers.10.self_attn.k_proj.weight")->rotary_head_rows, 2);
+  }
+  for (const std::string& entry : EntriesOfAllIntegers("qwen2moe.expert_count", 3)) {
+    File file = FileOfExperts();
+    file.metadata[1] = entry;
+    const auto stored = Parse(file.Write());
+    ASSERT_TRUE(stored.ok()) << stored.status().message();
+    EXPECT_EQ(stored->tensors.size(), 5U);
+  }
+  for (const std::string& entry : EntriesOfAllIntegers("general.alignment", 4)) {
+    File file;
+    file.metadata.push_back(entry);
+    file.tensors = {{"output_norm.weight", {32}, kF32Type, 0}, {"x", {32}, kF32Type, 132}};
+    const auto stored = Parse(file.Write());
+    ASSERT_TRUE(stored.ok()) << stored.status().message();
+    EXPECT_EQ(stored->Find("x")->begin, 132);
+  }
+}
+
+// Those of a picture's tower say nothing about the model.
+TEST(Gguf, NumbersOfOtherArchitecturesAreNotThoseOfTheModel) {
+  File file;
+  file.metadata.push_back(IntEntry("clip.attention.head_count", 4));
+  file.metadata.push_back(IntEntry("clip.attention.head_count_kv", 4));
+  const auto stored = Parse(file.Write());
+  ASSERT_TRUE(stored.ok()) << stored.status().message();
+  EXPECT_EQ(stored->Find("model.layers.0.self_attn.q_proj.weight")->rotary_head_rows, 4);
+  EXPECT_EQ(stored->Find("model.layers.10.self_attn.k_proj.weight")->rotary_head_rows, 4);
+}
+
+TEST(Gguf, NumbersThatAreNoCountsAreRefused) {
+  for (const std::string key : {"general.alignment", "llama.attention.head_count",
+                                "llama.attention.head_count_kv", "llama.expert_count"}) {
+    const std::string entries[] = {Entry(key, 6, 2.0F), Entry(key, 7, uint8_t{1}),
+                                   TextEntry(key, "2"), Entry(key, 12, 2.0),
+                                   Text(key) + Bytes<uint32_t>(9) + Bytes<uint32_t>(4) +
+                                       Bytes<uint64_t>(1) + Bytes<uint32_t>(2)};
+    const std::string out_of_range[] = {Entry(key, 1, int8_t{-2}), Entry(key, 3, int16_t{-2}),
+                                        Entry(key, 5, int32_t{-2}), Entry(key, 11, int64_t{-2}),
+                                        Entry(key, 10, uint64_t{1} << 63)};
+    File file;
+    std::erase_if(file.metadata,
+                  [&](const std::string& entry) { return entry.starts_with(Text(key)); });
+    file.metadata.emplace_back();
+    for (const std::string& entry : entries) {
+      file.metadata.back() = entry;
+      ExpectRefused(file, StatusCode::kCorrupt, "metadata \"" + key + "\" is no integer");
+    }
+    for (const std::string& entry : out_of_range) {
+      file.metadata.back() = entry;
+      ExpectRefused(file, StatusCode::kCorrupt,
+                    "metadata \"" + key + "\" is negative or over 2^63");
+    }
+  }
+}
+
+TEST(Gguf, MetadataThatStandsTwiceIsRefused) {
+  File file;
+  file.metadata.push_back(IntEntry("general.alignment", 32));
+  file.metadata.push_back(IntEntry("general.alignment", 4));
+  ExpectRefused(file, StatusCode::kCorrupt, "metadata \"general.alignment\" stands twice");
+  file = {};
+  file.metadata.push_back(TextEntry("general.architecture", "qwen3"));
+  ExpectRefused(file, StatusCode::kCorrupt, "metadata \"general.architecture\" stands twice");
+  file.metadata.back() = TextEntry("k", "a");
+  file.metadata.push_back(TextEntry("k", "a"));
+  ExpectRefused(file, StatusCode::kCorrupt, "metadata \"k\" stands twice");
 }
 
 TEST(Gguf, EveryCutFileIsRefused) {

@@ -45,7 +45,8 @@ Result<FolderMatrix> FolderMatrix::Open(const Checkpoint& checkpoint,
                       std::to_string(kQuantGroup) + " are read: save the model dequantised");
   }
   const bool is_compressed = quantisation.scheme == FolderScheme::kCompressed;
-  QUIRE_RETURN_IF_ERROR(is_compressed ? matrix.FindCompressed() : matrix.FindWords(quantisation));
+  QUIRE_RETURN_IF_ERROR(is_compressed ? matrix.FindCompressed(quantisation)
+                                      : matrix.FindWords(quantisation));
   return matrix;
 }
 
@@ -68,7 +69,7 @@ Status FolderMatrix::FindPowers() {
   return Has(".weight_g_idx") ? FindGroups(".weight_g_idx") : Status();
 }
 
-Status FolderMatrix::FindCompressed() {
+Status FolderMatrix::FindCompressed(const FolderQuantisation& quantisation) {
   if (Has(".weight_packed")) {
     QUIRE_ASSIGN_OR_RETURN(const CheckpointTensor packed,
                            checkpoint_->Find(name_ + ".weight_packed"));
@@ -99,7 +100,8 @@ Status FolderMatrix::FindCompressed() {
     QUIRE_ASSIGN_OR_RETURN(codes_, Find(".weight", "I8", shape));
   }
   QUIRE_RETURN_IF_ERROR(CheckGroupSize());
-  if (Has(".weight_zero_point")) QUIRE_RETURN_IF_ERROR(FindZeros());
+  const bool needs_zeros = quantisation.has_offsets && code_order_ == Codes::kRowWords;
+  if (needs_zeros || Has(".weight_zero_point")) QUIRE_RETURN_IF_ERROR(FindZeros());
   return Has(".weight_g_idx") ? FindGroups(".weight_g_idx") : Status();
 }
 
@@ -142,7 +144,8 @@ Status FolderMatrix::FindWords(const FolderQuantisation& quantisation) {
   QUIRE_ASSIGN_OR_RETURN(zeros_, Find(".qzeros", "I32", zeros));
   QUIRE_ASSIGN_OR_RETURN(scales_, FindScales(*checkpoint_, name_ + ".scales"));
   QUIRE_ASSIGN_OR_RETURN(scales_, Find(".scales", scales_->stored->type_name, scales));
-  return Has(".g_idx") ? FindGroups(".g_idx") : Status();
+  const bool needs_groups = quantisation.is_strewn && group_count_ > 1;
+  return needs_groups || Has(".g_idx") ? FindGroups(".g_idx") : Status();
 }
 
 Status FolderMatrix::FindGroups(const std::string& suffix) {

@@ -27,6 +27,9 @@ struct FolderQuantisation {
   int64_t bits = 4;        // kGptq, kAwq: 4 or 8; matrices of kCompressed tell it by their tensors
   int64_t group_size = 0;  // kGptq, kAwq: inputs with one scale; 0: all of a matrix
   int zero_raise = 0;      // kGptq: what is added to the offsets as they are stored
+  bool is_strewn = false;  // kGptq: groups are strewn over the inputs, whose groups are stored
+  // kCompressed: all packed codes of integers have offsets. False: some may have none.
+  bool has_offsets = false;
   // kFloat8, kCompressed: outputs and inputs with one scale, where scales of float8 codes are those
   // of blocks; 0: they are not.
   int64_t block_outputs = 0;
@@ -81,7 +84,7 @@ class FolderMatrix {
   FolderMatrix(const Checkpoint& checkpoint, std::string name, int64_t n, int64_t k)
       : checkpoint_(&checkpoint), name_(std::move(name)), n_(n), k_(k) {}
 
-  Status FindCompressed();
+  Status FindCompressed(const FolderQuantisation& quantisation);
   Status FindPowers();
   Status FindWords(const FolderQuantisation& quantisation);
   Status FindZeros();

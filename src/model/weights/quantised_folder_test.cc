@@ -110,7 +110,7 @@ std::vector<T> ByGroup(const Matrix& m, const std::vector<T>& values) {
   return turned;
 }
 
-void AddGptq(RawCheckpoint& file, const Matrix& m, int raise = 1) {
+void AddGptqInOrder(RawCheckpoint& file, const Matrix& m, int raise = 1) {
   const int64_t per = 32 / m.bits;
   const auto codes = Words(m.n, m.k, m.bits, [&](int64_t o, int64_t i) { return m.code(o, i); });
   file.Add("a.qweight", "I32", {m.k / per, m.n}, Turned(codes, m.n, m.k / per));
@@ -119,6 +119,10 @@ void AddGptq(RawCheckpoint& file, const Matrix& m, int raise = 1) {
   });
   file.Add("a.qzeros", "I32", {m.groups(), m.n / per}, zeros);
   file.Add("a.scales", "F16", {m.groups(), m.n}, Halves(ByGroup(m, m.scales)));
+}
+
+void AddGptq(RawCheckpoint& file, const Matrix& m, int raise = 1) {
+  AddGptqInOrder(file, m, raise);
   file.Add("a.g_idx", "I32", {m.k}, m.group_of);
 }
 
@@ -252,6 +256,25 @@ TEST_F(QuantisedFolderTest, GptqGroupsInTheOrderOfActivationsAreReadToTheBit) {
   }
 }
 
+// Without them the weights would be others.
+TEST_F(QuantisedFolderTest, GroupsOfStrewnInputsMustBeThere) {
+  const Matrix m;
+  RawCheckpoint file;
+  AddGptqInOrder(file, m, 0);
+  Check(file, Gptq(m, 0), m, WeightFormat::kI4Z);
+  FolderQuantisation strewn = Gptq(m, 0);
+  strewn.is_strewn = true;
+  ExpectRefused(file, strewn, StatusCode::kNotFound, "\"a.g_idx\" is in none");
+  // One group has all inputs.
+  const Matrix whole(4, 24, 192, 192);
+  RawCheckpoint one;
+  AddGptqInOrder(one, whole, 0);
+  for (const int64_t size : {int64_t{0}, whole.k}) {
+    strewn.group_size = size;
+    Check(one, strewn, whole, WeightFormat::kI4Z);
+  }
+}
+
 TEST_F(QuantisedFolderTest, AwqIsReadToTheBit) {
   const Matrix m;
   RawCheckpoint file;
@@ -280,6 +303,26 @@ TEST_F(QuantisedFolderTest, CompressedTensorsAreReadToTheBit) {
       AddBytes(bytes, m, has_zeros);
       Check(bytes, kCompressed, m, has_zeros ? asym : sym);
     }
+  }
+}
+
+// Those of unpacked codes are left out where all are zero.
+TEST_F(QuantisedFolderTest, OffsetsOfPackedCodesMustBeThere) {
+  for (const int bits : {4, 8}) {
+    Matrix m(bits);
+    RawCheckpoint with;
+    AddCompressed(with, m, true);
+    const FolderQuantisation quantisation{.has_offsets = true};
+    Check(with, quantisation, m, bits == 4 ? WeightFormat::kI4Z : WeightFormat::kI8Z);
+    RawCheckpoint without;
+    AddCompressed(without, m, false);
+    ExpectRefused(without, quantisation, StatusCode::kNotFound,
+                  "\"a.weight_zero_point\" is in none");
+    if (bits == 4) continue;
+    std::ranges::fill(m.zeros, 128);
+    RawCheckpoint in_bytes;
+    AddBytes(in_bytes, m, false);
+    Check(in_bytes, quantisation, m, WeightFormat::kI8G);
   }
 }
 

@@ -134,6 +134,13 @@ TaskRange OutputsOf(std::span<const LinearPart> parts, size_t index) {
   return range;
 }
 
+Status CheckShape(const CheckpointTensor& tensor, std::span<const int64_t> shape) {
+  if (std::ranges::equal(tensor.stored->shape, shape)) return Status();
+  return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
+                                          ", config.json asks for " + ShapeText(shape) +
+                                          "; the two do not belong together");
+}
+
 std::vector<int64_t> PackedShape(DType dtype, int64_t n, int64_t k) {
   return {OutputBlocks(n), PackedInputs(dtype, k), kOutputBlock};
 }
@@ -226,11 +233,7 @@ Result<CheckpointTensor> WeightLoader::FindFloat(const std::string& name,
                                  "quire import"
                                : "save the model in one of these types"));
   }
-  if (!std::ranges::equal(tensor.stored->shape, shape)) {
-    return Status(StatusCode::kCorrupt, tensor.Name() + " is " + tensor.stored->TypeAndShape() +
-                                            ", config.json asks for " + ShapeText(shape) +
-                                            "; the two do not belong together");
-  }
+  QUIRE_RETURN_IF_ERROR(CheckShape(tensor, shape));
   return tensor;
 }
 
@@ -238,8 +241,9 @@ Result<CheckpointTensor> WeightLoader::FindMatrix(const std::string& name, int64
                                                   int64_t k) {
   const int64_t shape[] = {rows, k};
   QUIRE_ASSIGN_OR_RETURN(CheckpointTensor tensor, checkpoint_.Find(name));
-  if (tensor.stored->format && std::ranges::equal(tensor.stored->shape, shape)) return tensor;
-  return FindFloat(name, shape);
+  if (!tensor.stored->format) return FindFloat(name, shape);
+  QUIRE_RETURN_IF_ERROR(CheckShape(tensor, shape));
+  return tensor;
 }
 
 void WeightLoader::Count(const std::string& name, int64_t elements) {
@@ -880,11 +884,14 @@ Result<std::vector<float>> WeightLoader::Vector(const std::string& name,
   std::vector<float> values(static_cast<size_t>(size));
   QUIRE_RETURN_IF_ERROR(
       CopyElements(tensor, DType::kF32, reinterpret_cast<std::byte*>(values.data())));
-  if (tensor.stored->value_offset == 0) {
+  if (tensor.stored->value_offset == 0 && tensor.stored->rotary_head_rows == 0) {
     Record(tensor);
     return values;
   }
-  for (float& value : values) value += tensor.stored->value_offset;
+  // A packed file says nothing of offsets and rotary pairs: it has the values as they are used.
+  if (tensor.stored->value_offset != 0) {
+    for (float& value : values) value += tensor.stored->value_offset;
+  }
   if (record_ != nullptr) {
     auto copy = std::make_shared<const std::vector<float>>(values);
     const auto* const bytes = reinterpret_cast<const std::byte*>(copy->data());

@@ -4,10 +4,12 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cstring>
 
 #include "base/random.h"
 #include "model/testing/test_checkpoint.h"
+#include "model/testing/test_gguf.h"
 
 namespace quire {
 namespace {
@@ -263,6 +265,23 @@ TEST_F(WeightsTest, NamesWhatDoesNotFit) {
                 "not belong together");
   EXPECT_EQ(loader.Vector("q.weight", 120).status().code(), StatusCode::kCorrupt);
   EXPECT_EQ(loader.Vector("o.bias", 6).status().code(), StatusCode::kNotFound);
+}
+
+TEST_F(WeightsTest, NamesQuantisedMatricesOfOtherShapes) {
+  WriteGgufModel(folder_, {.hidden_size = 256, .intermediate_size = 512, .head_dim = 64},
+                 std::array{WeightFormat::kQ8_0});
+  checkpoint_ = std::make_unique<Checkpoint>(*Checkpoint::Open(folder_.path()));
+  const std::string name = "model.layers.0.mlp.up_proj";
+  const std::string tensor = folder_.File("model.gguf") + ": tensor \"" + name + ".weight\" is ";
+  WeightLoader loader = Loader(DType::kF32);
+  const Status matrix = loader.Linear({{name, 500}}, 256, false).status();
+  EXPECT_EQ(matrix.code(), StatusCode::kCorrupt);
+  EXPECT_EQ(matrix.message(), tensor +
+                                  "Q8_0 [512, 256], config.json asks for [500, 256]; the two do "
+                                  "not belong together");
+  EXPECT_EQ(loader.Rows(name + ".weight", 512, 128).status().code(), StatusCode::kCorrupt);
+  // No vector is read from blocks.
+  EXPECT_EQ(loader.Vector(name + ".weight", 500).status().code(), StatusCode::kBadArgument);
 }
 
 TEST_F(WeightsTest, CutsAMatrixHeadByHead) {
