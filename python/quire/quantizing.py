@@ -8,7 +8,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from quire._model_folder import (
     is_gguf_file,
     safetensors_files,
 )
-from quire._new_folder import check_free, check_room, new_folder
+from quire._new_folder import NewFile, check_free, check_room, new_folder
 from quire._safetensors_header import FLOATS, StoredTensor, as_float32, read_header
 from quire.packing import copy_other_files
 
@@ -171,7 +171,7 @@ def quantize_model(
         BadArgumentError: another kind of model, of weights, or of elements; a GGUF file.
         CorruptError: a damaged configuration or safetensors file, or an expert that is missing.
         FileExistsError: `out_dir` is something else than an empty folder.
-        IoError: its disk has too little room.
+        IoError: its disk has too little room, or cannot be written.
         NotFoundError: there is no such folder, or no config.json or safetensors files in it.
     """
     for kind in (weights, embeddings, head or embeddings):
@@ -194,13 +194,14 @@ def quantize_model(
     check_free(Path(out_dir))
     check_room(Path(out_dir), total + _OTHER_BYTES)
     with new_folder(Path(out_dir)) as part:
-        with open(part / GGUF_WEIGHTS, "xb") as file:
+        with NewFile(part / GGUF_WEIGHTS) as file:
             file.write(_header(entries, written, architecture.gguf))
             _write(file, entries, total, progress)
         copy_other_files(source, part)
         if written != config:
             (part / "config.json").unlink()  # a copy, with the mode of the source
-            (part / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
+            with NewFile(part / "config.json") as file:
+                file.write(json.dumps(written, indent=2).encode())
     return Path(out_dir)
 
 
@@ -494,7 +495,7 @@ def _aligned(size: int) -> int:
 
 
 def _write(
-    file: BinaryIO,
+    file: NewFile,
     entries: list[_Entry],
     total: int,
     progress: Callable[[int, int], None] | None,
@@ -503,7 +504,7 @@ def _write(
     for entry in entries:
         for tensor in entry.tensors:
             for part in _converted(tensor):
-                file.write(part.data)
+                file.write(part)
                 written += part.nbytes
                 if progress is not None:
                     progress(written, total)

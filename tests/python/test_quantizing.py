@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import resource
 import struct
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import quire
 from gguf import GGMLQuantizationType, GGUFReader, quants
+from program import run
 from quire._q4k import quantize_rows
 from quire.importer.safetensors_writer import Declaration, SafetensorsWriter
 from quire.quantizing import quantize_model
@@ -234,6 +237,33 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, index):
     with pytest.raises(quire.CorruptError, match="weight_map names no") as caught:
         quantize_model(source, tmp_path / "made")
     assert str(file) in str(caught.value)
+
+
+@contextlib.contextmanager
+def file_size_limit(byte_count: int):
+    """The system writes no more than this into a file, as a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (byte_count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_a_disk_does_not_take_is_named(tmp_path, capsys):
+    """The message was "File too large", of no file."""
+    source = folder(tmp_path / "source")
+    out = tmp_path / "made"
+    for limit, name in ((0, "model.gguf"), (1000, "model.gguf"), (100_000, "model.gguf")):
+        with file_size_limit(limit), pytest.raises(quire.IoError) as caught:
+            quantize_model(source, out)
+        assert str(caught.value) == f"{out / name}: cannot be written: File too large"
+    (source / "large.json").write_bytes(bytes(3 << 20))
+    with file_size_limit(2 << 20):
+        code, text, err = run(capsys, "quantize", str(source), str(out))
+    assert (code, text) == (1, "")
+    assert f"quire: error: {out / 'large.json'}: cannot be written: File too large\n" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def quantize_whole_or_not_at_all(source, made):
