@@ -16,7 +16,9 @@ from quire import _float8, _q4k, errors
 from quire._gguf_names import ARCHITECTURES, Architecture, gguf_name
 from quire._model_folder import (
     GGUF_WEIGHTS,
+    INDEX_OF_WEIGHTS,
     check_model_folder,
+    has_safetensors,
     is_gguf_file,
     safetensors_files,
 )
@@ -172,7 +174,8 @@ def quantize_model(
         CorruptError: a damaged configuration or safetensors file, or an expert that is missing.
         FileExistsError: `out_dir` is something else than an empty folder.
         IoError: its disk has too little room, or cannot be written.
-        NotFoundError: there is no such folder, or no config.json or safetensors files in it.
+        NotFoundError: there is no such folder, or a file or a tensor of the model is missing.
+        TooLargeError: as :class:`quire.Engine` for `model_dir`.
     """
     for kind in (weights, embeddings, head or embeddings):
         if kind not in WEIGHTS:
@@ -190,6 +193,7 @@ def quantize_model(
     kinds = {"embed_tokens": embeddings, "lm_head": head or embeddings}
     block = _float8.block_of(config)
     entries = _plan(source, written, architecture, _Kinds(weights, kinds), block)
+    _check_engines_take(source)
     total = sum(entry.byte_count for entry in entries)
     check_free(Path(out_dir))
     check_room(Path(out_dir), total + _OTHER_BYTES)
@@ -383,7 +387,7 @@ def _stored(
     if not files:
         other = ", but a GGUF file" if (source / GGUF_WEIGHTS).exists() else ""
         raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise{other}")
-    found = {stored.name: stored for path in files for stored in read_header(path)}
+    found = _found(files)
     scales = {
         name: found[scale]
         for name, stored in found.items()
@@ -421,6 +425,23 @@ def _stored(
         yield tensor
 
 
+def _found(files: list[Path]) -> dict[str, StoredTensor]:
+    """The tensors of the files by their names."""
+    found: dict[str, StoredTensor] = {}
+    for path in files:
+        if not path.exists():
+            raise errors.NotFoundError(
+                f"{path}: there is no such file, and {INDEX_OF_WEIGHTS} names it"
+            )
+        for stored in read_header(path):
+            other = found.setdefault(stored.name, stored)
+            if other.path != path:
+                raise errors.CorruptError(
+                    f"{path}: tensor {stored.name} stands in {other.path.name}, too"
+                )
+    return found
+
+
 def _is_behind_the_last_layer(name: str, config: dict[str, Any]) -> bool:
     """Layers that predict several tokens stand there, which engines do not read."""
     count = config.get("num_hidden_layers")
@@ -456,6 +477,14 @@ def _check_can_be_quantised(stored: StoredTensor, is_known: bool, has_scales: bo
             f"{stored.path}: tensor {stored.name} of {stored.type_name} cannot be quantised; "
             "weights must be F32, F16, BF16 or F8_E4M3 matrices and vectors of a plain decoder"
         )
+
+
+def _check_engines_take(source: Path) -> None:
+    """Raises what an engine of the source would: the folder that is made would not be better."""
+    from quire.engine import Engine
+
+    if has_safetensors(source):  # of files with other names engines know nothing
+        Engine.plan_memory(source, threads=1)
 
 
 def _header(entries: list[_Entry], config: dict[str, Any], architecture: str) -> bytes:
