@@ -82,7 +82,8 @@ class NewFile:
         self._file = open(path, "xb", buffering=0)
 
     def write(self, data: bytes | np.ndarray) -> None:
-        left = memoryview(data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8))
+        plain = data if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data
+        left = memoryview(plain)
         with _naming(self._name):
             while left:
                 left = left[self._file.write(left) :]

@@ -28,8 +28,8 @@ from .gguf_reader import GgufFile
 
 MAX_TOKENS = 2_000_000
 MAX_MERGES = 4_000_000
-# Of all pieces that merges make, where merges are derived from scores. Real vocabularies have less
-# than a million merges, of pieces of some ten characters.
+# Characters of all pieces that merges make, where merges are derived from scores. Real vocabularies
+# have less than a million merges, of pieces of some ten characters.
 MAX_MERGED_CHARACTERS = 32 << 20
 # Longest piece that merges are derived for: the work per piece is quadratic in its length.
 # SentencePiece's own default limit is 16 characters.
