@@ -8,7 +8,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from quire import _float8, _q4k, errors
 from quire._gguf_names import ARCHITECTURES, Architecture, gguf_name
 from quire._model_folder import (
     GGUF_WEIGHTS,
+    INDEX_OF_WEIGHTS,
     check_model_folder,
+    has_safetensors,
     is_gguf_file,
     safetensors_files,
 )
-from quire._new_folder import check_free, check_room, new_folder
+from quire._new_folder import NewFile, check_free, check_room, new_folder
 from quire._safetensors_header import FLOATS, StoredTensor, as_float32, read_header
 from quire.packing import copy_other_files
 
@@ -171,8 +173,9 @@ def quantize_model(
         BadArgumentError: another kind of model, of weights, or of elements; a GGUF file.
         CorruptError: a damaged configuration or safetensors file, or an expert that is missing.
         FileExistsError: `out_dir` is something else than an empty folder.
-        IoError: its disk has too little room.
-        NotFoundError: there is no such folder, or no config.json or safetensors files in it.
+        IoError: its disk has too little room, or cannot be written.
+        NotFoundError: there is no such folder, or a file or a tensor of the model is missing.
+        TooLargeError: as :class:`quire.Engine` for `model_dir`.
     """
     for kind in (weights, embeddings, head or embeddings):
         if kind not in WEIGHTS:
@@ -190,17 +193,19 @@ def quantize_model(
     kinds = {"embed_tokens": embeddings, "lm_head": head or embeddings}
     block = _float8.block_of(config)
     entries = _plan(source, written, architecture, _Kinds(weights, kinds), block)
+    _check_engines_take(source)
     total = sum(entry.byte_count for entry in entries)
     check_free(Path(out_dir))
     check_room(Path(out_dir), total + _OTHER_BYTES)
     with new_folder(Path(out_dir)) as part:
-        with open(part / GGUF_WEIGHTS, "xb") as file:
+        with NewFile(part / GGUF_WEIGHTS) as file:
             file.write(_header(entries, written, architecture.gguf))
             _write(file, entries, total, progress)
         copy_other_files(source, part)
         if written != config:
             (part / "config.json").unlink()  # a copy, with the mode of the source
-            (part / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
+            with NewFile(part / "config.json") as file:
+                file.write(json.dumps(written, indent=2).encode())
     return Path(out_dir)
 
 
@@ -382,7 +387,7 @@ def _stored(
     if not files:
         other = ", but a GGUF file" if (source / GGUF_WEIGHTS).exists() else ""
         raise errors.NotFoundError(f"{source}: has no *.safetensors files to quantise{other}")
-    found = {stored.name: stored for path in files for stored in read_header(path)}
+    found = _found(files)
     scales = {
         name: found[scale]
         for name, stored in found.items()
@@ -418,6 +423,23 @@ def _stored(
         if name in scales:
             tensor = dataclasses.replace(tensor, scales=scales[name], block=block)
         yield tensor
+
+
+def _found(files: list[Path]) -> dict[str, StoredTensor]:
+    """The tensors of the files by their names."""
+    found: dict[str, StoredTensor] = {}
+    for path in files:
+        if not path.exists():
+            raise errors.NotFoundError(
+                f"{path}: there is no such file, and {INDEX_OF_WEIGHTS} names it"
+            )
+        for stored in read_header(path):
+            other = found.setdefault(stored.name, stored)
+            if other.path != path:
+                raise errors.CorruptError(
+                    f"{path}: tensor {stored.name} stands in {other.path.name}, too"
+                )
+    return found
 
 
 def _is_behind_the_last_layer(name: str, config: dict[str, Any]) -> bool:
@@ -457,6 +479,14 @@ def _check_can_be_quantised(stored: StoredTensor, is_known: bool, has_scales: bo
         )
 
 
+def _check_engines_take(source: Path) -> None:
+    """Raises what an engine of the source would: the folder that is made would not be better."""
+    from quire.engine import Engine
+
+    if has_safetensors(source):  # of files with other names engines know nothing
+        Engine.plan_memory(source, threads=1)
+
+
 def _header(entries: list[_Entry], config: dict[str, Any], architecture: str) -> bytes:
     metadata: dict[str, Any] = {"general.architecture": architecture}
     if architecture == "llama":  # whose rows are rotary pairs of heads
@@ -494,7 +524,7 @@ def _aligned(size: int) -> int:
 
 
 def _write(
-    file: BinaryIO,
+    file: NewFile,
     entries: list[_Entry],
     total: int,
     progress: Callable[[int, int], None] | None,
@@ -503,7 +533,7 @@ def _write(
     for entry in entries:
         for tensor in entry.tensors:
             for part in _converted(tensor):
-                file.write(part.data)
+                file.write(part)
                 written += part.nbytes
                 if progress is not None:
                     progress(written, total)

@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -517,6 +518,18 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         f"quire {command}" in out for command in ("generate", "chat", "import", "inspect")
     )
     assert run(capsys, "--version") == (0, f"quire {quire.__version__}\n", "")
+
+
+def test_help_of_import_names_the_models_of_all_architectures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It named two families."""
+    from quire.importer import model_shape
+
+    code, out, _ = run(capsys, "import", "--help")
+    assert code == 0
+    for architecture in model_shape.ARCHITECTURES:
+        assert architecture in re.findall(r"\w+", out)
 
 
 def test_without_arguments_it_introduces_itself_and_answers(

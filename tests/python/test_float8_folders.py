@@ -254,7 +254,7 @@ def test_what_cannot_be_quantised_is_named(tmp_path):
     file = model.directory / "config.json"
     whole = json.loads(file.read_text())
     for block, message in (
-        ([64, 64], "scales of blocks of 64 outputs and 64 inputs are expected"),
+        ([64, 64], "expected are scales of blocks of 64 outputs and 64 inputs"),
         ([128], r"blocks of \[128\]; two sizes are expected"),
     ):
         config = {**whole, "quantization_config": fp8(block)}

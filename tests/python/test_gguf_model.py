@@ -363,6 +363,21 @@ def test_what_is_not_taken_is_refused_by_name(tmp_path):
         logits(file)
 
 
+def test_names_that_cannot_stand_around_a_text_are_damage(tmp_path, capsys):
+    """The engine raised what the package of tokenizers does, the program showed a traceback."""
+
+    def change(writer):
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value[1] = "a:b"
+        writer.add_add_bos_token(True)
+
+    file = tmp_path / "model.gguf"
+    tiny_gguf.write_model(file, checkpoint(), change=change)
+    with pytest.raises(quire.CorruptError, match="the token 'a:b' cannot stand around a text"):
+        quire.Engine(file)
+    code, out, error = run(capsys, "import", str(file), str(tmp_path / "made"))
+    assert (code, out) == (1, "") and error.count("\n") == 1 and str(file) in error
+
+
 def test_a_damaged_file_is_refused(tmp_path):
     file = write(tmp_path / "model.gguf", "Q8_0")
     whole = file.read_bytes()
@@ -637,6 +652,23 @@ def test_quality_compares_two_models(tmp_path, capsys):
     _, out, _ = run(capsys, "quality", str(four), *arguments)
     assert "perplexity" in out
     assert str(four) in out
+
+
+def test_quality_of_two_sizes_of_one_family_is_refused(tmp_path, capsys, monkeypatch):
+    """Embeddings of one vocabulary are padded to other sizes; it was a traceback after a while."""
+    text = tmp_path / "text"
+    text.write_text(TEXT * 8)
+    size = tiny_gguf.vocab_size()
+    files = [tmp_path / "a.gguf", tmp_path / "b.gguf"]
+    for file, rows in zip(files, (size, size + 32)):
+        tiny_gguf.write_model(file, tiny_gguf.random_weights(5, rows))
+    monkeypatch.setattr(quire.Engine, "logits", None)  # nothing is computed before
+    for model, reference in (files, files[::-1]):
+        arguments = ["--against", str(reference), "--text", str(text), "--threads", "1"]
+        code, out, error = run(capsys, "quality", str(model), *arguments)
+        assert (code, out) == (2, "") and error.count("\n") == 1
+        for file, rows in zip(files, (size, size + 32)):
+            assert f"{file} has {rows} logits" in error
 
 
 def test_kv_of_other_activations_is_not_taken(tmp_path):

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import struct
@@ -318,6 +319,10 @@ def test_llama3_rope_factors_become_their_parameters(tmp_path):
     )
     with pytest.raises(GgufError, match='n.gguf: tensor "rope_freqs.weight": its factors are not'):
         import_gguf(tmp_path / "n.gguf", tmp_path / "no")
+    whole = [("rope_freqs.weight", factors.astype(np.int32))]
+    tiny_gguf.write_model(tmp_path / "i.gguf", weights, extra_tensors=whole)
+    with pytest.raises(GgufError, match=r'"rope_freqs.weight": is I32 .*\[8\], expected F32 \[8\]'):
+        import_gguf(tmp_path / "i.gguf", tmp_path / "no")
 
 
 def test_llama3_factors_are_those_of_the_published_rule():
@@ -566,7 +571,32 @@ def change_of(key: str, kind: str, value):
 
 
 TOKENS, MERGES = tiny_gguf.byte_level_vocabulary()
+
+
+def ends_called(bos: str, eos: str = "<|im_end|>", bos_type: int = 3):
+    """A change that gives the tokens which stand around a text these names."""
+
+    def change(writer):
+        metadata = writer.kv_data[0]
+        metadata["tokenizer.ggml.tokens"].value[1:3] = [bos, eos]
+        metadata["tokenizer.ggml.token_type"].value[1] = bos_type
+        writer.add_add_bos_token(True)
+        writer.add_add_eos_token(True)
+
+    return change
+
+
 REFUSED = {
+    "bos with a colon": (
+        ends_called("a:b"),
+        "metadata \"tokenizer.ggml.bos_token_id\": the token 'a:b' cannot stand around a text",
+    ),
+    "eos like a text": (ends_called("<s>", "$A"), "eos_token_id\": the token '$A' cannot stand"),
+    "bos of no text": (ends_called(""), "bos_token_id\": the token '' cannot stand"),
+    "bos that is unused": (
+        ends_called("<s>", bos_type=5),
+        "bos_token_id\": the token '<s>' cannot stand",
+    ),
     "architecture": (
         change_of("general.architecture", "string", "mamba"),
         'metadata "general.architecture": "mamba" is',
@@ -1107,6 +1137,24 @@ def test_the_loser_of_a_race_says_so_and_leaves_nothing(tmp_path, monkeypatch):
         import_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["theirs"]
     assert sorted(os.listdir(tmp_path)) == ["m.gguf", "out"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_what_a_disk_does_not_take_is_named(tmp_path, name):
+    """The message was "File too large", of no file."""
+    tiny_gguf.write_model(tmp_path / "m.gguf", tiny_gguf.random_weights(1, tiny_gguf.vocab_size()))
+    made = import_gguf(tmp_path / "m.gguf", tmp_path / "made")
+    limit = (made / name).stat().st_size - 1
+    shutil.rmtree(made)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(quire.IoError) as caught:
+            import_gguf(tmp_path / "m.gguf", made)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(caught.value) == f"{made / name}: cannot be written: File too large"
+    assert os.listdir(tmp_path) == ["m.gguf"]
 
 
 # Damage at random ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import quire
+import tiny_gguf
 from program import run
 from tiny_model import Shape, TinyModel
 
@@ -289,6 +290,24 @@ def test_inspect_is_readable(capsys: pytest.CaptureFixture[str], tiny: TinyModel
     weights = quire.Engine.plan_memory(tiny.directory).weight_bytes
     assert code == 0 and "LlamaForCausalLM" in out and f"{weights:,} bytes" in out
     assert quire.kernel_paths()[0] in out
+
+
+def test_inspect_of_a_model_without_attention_says_nothing_of_heads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was a traceback."""
+    monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    weights = tiny_gguf.random_weights(1, tiny_gguf.vocab_size(), "mamba2")
+    tiny_gguf.write_model(file, weights, "mamba2")
+    code, out, err = run(capsys, "inspect", str(file), "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["model"]["architecture"] == "Mamba2ForCausalLM"
+    assert not {"query_heads", "kv_heads", "head_dim", "rope"} & set(found["model"])
+    assert "kv_dtype" not in found["pages"] and found["pages"]["pages_total"] == 0
+    code, out, err = run(capsys, "inspect", str(file))
+    assert (code, err) == (0, "") and "Mamba2ForCausalLM" in out
 
 
 def test_inspect_without_a_model_takes_the_embedded_one(

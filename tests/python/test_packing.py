@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import quire
 from program import run
+from quire import packing
 from quire.identity import kept_identity, model_identity
 from safetensors import safe_open
 from tiny_model import TinyModel
@@ -73,6 +77,56 @@ def test_it_is_there_completely_or_not_at_all(tmp_path: Path, tiny: TinyModel) -
     with pytest.raises(quire.BadArgumentError, match="it must be float32 or bfloat16"):
         quire.pack_model(tiny.directory, tmp_path / "packed", dtype="float16")
     assert files(tmp_path) == {"taken"}
+
+
+def test_a_link_to_an_empty_folder_is_followed(
+    tmp_path: Path, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All the work was done, then the link could not be replaced and the work was deleted."""
+    there = tmp_path / "disk" / "there"
+    there.mkdir(parents=True)
+    for name, target in {"link": there, "new": tmp_path / "disk" / "new"}.items():
+        (tmp_path / name).symlink_to(target)
+        asked: list[Path] = []
+        usage = shutil.disk_usage
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(path))
+        assert quire.pack_model(tiny.directory, tmp_path / name) == tmp_path / name
+        monkeypatch.undo()
+        assert asked == [tmp_path / "disk"]  # where the bytes go
+        assert (tmp_path / name).is_symlink() and "model.safetensors" in files(target)
+    assert files(tmp_path / "disk") == {"there", "new"}
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(FileExistsError, match="loop: exists already and is not an empty folder"):
+        quire.pack_model(tiny.directory, tmp_path / "loop")
+
+
+def test_where_a_disk_is_mounted_is_refused_before_any_work(
+    tmp_path: Path, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found out when all was written, and then deleted."""
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    (tmp_path / "link").symlink_to(mounted)
+    monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(mounted))
+    monkeypatch.setattr(packing, "new_folder", None)
+    for out in (mounted, tmp_path / "link"):
+        with pytest.raises(FileExistsError, match=f"{out.name}: is where a disk is mounted"):
+            quire.pack_model(tiny.directory, out)
+    assert not files(mounted)
+
+
+def test_a_disk_that_is_mounted_unseen_is_told_in_the_end(
+    tmp_path: Path, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is bound to a place on its own disk does not look like a mounted disk."""
+
+    def rename(source: object, target: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), source, None, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(FileExistsError, match="packed: is where a disk is mounted"):
+        quire.pack_model(tiny.directory, tmp_path / "packed")
+    assert not files(tmp_path)
 
 
 def test_the_program_packs(

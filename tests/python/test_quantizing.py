@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import resource
 import struct
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import quire
 from gguf import GGMLQuantizationType, GGUFReader, quants
+from program import run
 from quire._q4k import quantize_rows
 from quire.importer.safetensors_writer import Declaration, SafetensorsWriter
 from quire.quantizing import quantize_model
@@ -18,23 +21,38 @@ from quire.quantizing import quantize_model
 HIDDEN, INNER, HEADS, VOCAB = 256, 512, 4, 40
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "max_position_embeddings": 64,
     "num_attention_heads": HEADS,
+    "num_hidden_layers": 1,
     "num_key_value_heads": HEADS,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
     "tie_word_embeddings": False,
+    "vocab_size": VOCAB,
 }
 
 
-def tensors() -> dict[str, np.ndarray]:
+def layer_shapes(layer: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Of what a layer has beside its mixer and its MLP."""
+    names = ("input_layernorm", "post_attention_layernorm")
+    return {f"model.layers.{layer}.{name}.weight": (hidden,) for name in names}
+
+
+def tensors(hidden: int = HIDDEN) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(3)
     layer = "model.layers.0"
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        f"{layer}.self_attn.rotary_emb.inv_freq": (HIDDEN // HEADS // 2,),
-        f"{layer}.self_attn.q_proj.weight": (HIDDEN, HIDDEN),
-        f"{layer}.mlp.up_proj.weight": (INNER, HIDDEN),
-        f"{layer}.mlp.down_proj.weight": (HIDDEN, INNER),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.embed_tokens.weight": (VOCAB, hidden),
+        f"{layer}.self_attn.rotary_emb.inv_freq": (hidden // HEADS // 2,),
+        **{f"{layer}.self_attn.{part}_proj.weight": (hidden, hidden) for part in "qkvo"},
+        f"{layer}.mlp.gate_proj.weight": (INNER, hidden),
+        f"{layer}.mlp.up_proj.weight": (INNER, hidden),
+        f"{layer}.mlp.down_proj.weight": (hidden, INNER),
+        **layer_shapes(0, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (VOCAB, hidden),
     }
     return {
         name: generator.standard_normal(shape, np.float32) / 8 for name, shape in shapes.items()
@@ -106,9 +124,10 @@ def test_embedding_and_head_have_kinds_of_their_own(tmp_path):
     kinds = {name: tensor.tensor_type.name for name, tensor in stored(made).items()}
     assert kinds == {
         "token_embd.weight": "Q4_K",
-        "blk.0.attn_q.weight": "Q4_0",
-        "blk.0.ffn_up.weight": "Q4_0",
-        "blk.0.ffn_down.weight": "Q4_0",
+        **{f"blk.0.attn_{part}.weight": "Q4_0" for part in ("q", "k", "v", "output")},
+        **{f"blk.0.ffn_{part}.weight": "Q4_0" for part in ("gate", "up", "down")},
+        "blk.0.attn_norm.weight": "F32",
+        "blk.0.ffn_norm.weight": "F32",
         "output_norm.weight": "F32",
         "output.weight": "Q8_0",
     }
@@ -236,6 +255,99 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, index):
     assert str(file) in str(caught.value)
 
 
+def in_shards(source: Path, shards: dict[str, dict[str, np.ndarray]]) -> None:
+    """The tensors of each shard; the index names the first shard that has a tensor."""
+    (source / "model.safetensors").unlink()
+    index: dict[str, str] = {}
+    for name, values in shards.items():
+        index = dict.fromkeys(values, name) | index
+        declarations = [Declaration(key, "F32", value.shape) for key, value in values.items()]
+        with SafetensorsWriter(str(source / name), declarations) as writer:
+            for value in values.values():
+                writer.write(value)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    """The numbers of the last one were taken; engines refuse the folder."""
+    source = folder(tmp_path / "source")
+    values = tensors()
+    last = {"lm_head.weight": values.pop("lm_head.weight")}
+    again = {"model.norm.weight": 2 * values["model.norm.weight"]}
+    in_shards(source, {"1.safetensors": values, "2.safetensors": last | again})
+    with pytest.raises(quire.CorruptError):
+        quire.Engine.plan_memory(source)
+    with pytest.raises(quire.CorruptError, match=r"2.safetensors: .*model.norm.weight.* 1.safet"):
+        quantize_model(source, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_folder_that_engines_do_not_read_is_quantised_if_it_is_sound(tmp_path):
+    """Its files have other names, and no index."""
+    source = folder(tmp_path / "source")
+    expected = quantize_model(source, tmp_path / "expected") / "model.gguf"
+    (source / "model.safetensors").rename(source / "weights.safetensors")
+    with pytest.raises(quire.NotFoundError):
+        quire.Engine.plan_memory(source)
+    made = quantize_model(source, tmp_path / "made") / "model.gguf"
+    assert made.read_bytes() == expected.read_bytes()
+    with_others(source)
+    with pytest.raises(quire.CorruptError, match="tensor model.norm.weight stands in old.safeten"):
+        quantize_model(source, tmp_path / "other")
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    """The error was Python's own."""
+    source = folder(tmp_path / "source")
+    values = list(tensors().items())
+    in_shards(source, {"1.safetensors": dict(values[:4]), "2.safetensors": dict(values[4:])})
+    quantize_model(source, tmp_path / "whole")
+    (source / "2.safetensors").unlink()
+    with pytest.raises(quire.NotFoundError, match="2.safetensors: .* model.safetensors.index.json"):
+        quantize_model(source, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens", "model.layers.0.self_attn.v_proj", "lm_head", "model.norm"]
+)
+def test_what_engines_miss_is_refused(tmp_path, monkeypatch, name):
+    """A folder was made that no engine takes."""
+    values = tensors()
+    del values[f"{name}.weight"]
+    monkeypatch.setitem(globals(), "tensors", lambda: values)
+    with pytest.raises(quire.NotFoundError, match=f"{name}.weight"):
+        quantize_model(folder(tmp_path / "source"), tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+@contextlib.contextmanager
+def file_size_limit(byte_count: int):
+    """The system writes no more than this into a file, as a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (byte_count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_a_disk_does_not_take_is_named(tmp_path, capsys):
+    """The message was "File too large", of no file."""
+    source = folder(tmp_path / "source")
+    out = tmp_path / "made"
+    for limit, name in ((0, "model.gguf"), (1000, "model.gguf"), (100_000, "model.gguf")):
+        with file_size_limit(limit), pytest.raises(quire.IoError) as caught:
+            quantize_model(source, out)
+        assert str(caught.value) == f"{out / name}: cannot be written: File too large"
+    (source / "large.json").write_bytes(bytes(3 << 20))
+    with file_size_limit(2 << 20):
+        code, text, err = run(capsys, "quantize", str(source), str(out))
+    assert (code, text) == (1, "")
+    assert f"quire: error: {out / 'large.json'}: cannot be written: File too large\n" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def quantize_whole_or_not_at_all(source, made):
     try:
         quantize_model(source, made)
@@ -259,27 +371,38 @@ def test_random_damage_is_an_error_of_ours_or_none(tmp_path, seed):
 
 
 def test_rows_of_no_whole_blocks_are_refused(tmp_path, monkeypatch):
-    values = {"model.embed_tokens.weight": np.ones((VOCAB, 96), np.float32)}
+    values = tensors(96)
     monkeypatch.setitem(globals(), "tensors", lambda: values)
-    source = folder(tmp_path / "source")
+    source = folder(tmp_path / "source", {"hidden_size": 96})
     with pytest.raises(quire.BadArgumentError, match="no whole blocks of 256; q8 and q4"):
         quantize_model(source, tmp_path / "made", embeddings="q4k")
     quantize_model(source, tmp_path / "made", embeddings="q4")
 
 
 EXPERTS = {
+    **CONFIG,
     "architectures": ["Qwen3MoeForCausalLM"],
-    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
     "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
     "tie_word_embeddings": True,
 }
 
 
 def of_experts(layers: int = 2) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(4)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, 64)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, 64),
+        "model.norm.weight": (64,),
+    }
     for layer in range(layers):
-        mlp = f"model.layers.{layer}.mlp"
+        mlp, attention = f"model.layers.{layer}.mlp", f"model.layers.{layer}.self_attn"
+        shapes |= layer_shapes(layer, 64)
+        shapes |= {f"{attention}.{part}_proj.weight": (64, 64) for part in "qkvo"}
+        shapes |= {f"{attention}.{part}_norm.weight": (16,) for part in "qk"}
         shapes[f"{mlp}.gate.weight"] = (3, 64)
         for expert in range(3):
             for part, shape in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32))):
@@ -305,10 +428,10 @@ def test_experts_lie_one_after_the_other_whatever_the_order_of_the_source(tmp_pa
     random.Random(1).shuffle(shuffled)
     source = write_folder(tmp_path / "source", {name: values[name] for name in shuffled}, EXPERTS)
     found = stored(quantize_model(source, tmp_path / "made"))
-    assert set(found) == {"token_embd.weight"} | {
+    assert {name for name in found if ".ffn_" in name} == {
         f"blk.{layer}.ffn_{part}.weight"
         for layer in range(2)
-        for part in ("gate_inp", "gate_exps", "up_exps", "down_exps")
+        for part in ("gate_inp", "gate_exps", "up_exps", "down_exps", "norm")
     }
     downs = found["blk.1.ffn_down_exps.weight"]
     assert downs.tensor_type == GGMLQuantizationType.Q8_0
@@ -331,7 +454,19 @@ def test_layers_that_predict_several_tokens_are_left_out(tmp_path):
     assert not [name for name in stored(made) if name.startswith("blk.2")]
 
 
-HYBRID = {"architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 1}
+HYBRID = {
+    **CONFIG,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "mlp_only_layers": [0],
+    "tie_word_embeddings": True,
+}
 LINEAR = "model.layers.0.linear_attn"
 
 
@@ -347,6 +482,10 @@ def of_recurrence() -> dict[str, np.ndarray]:
         f"{LINEAR}.in_proj_qkvz.weight": (128, 64),
         f"{LINEAR}.in_proj_ba.weight": (8, 64),
         f"{LINEAR}.out_proj.weight": (64, 32),
+        "model.layers.0.mlp.gate_proj.weight": (32, 64),
+        "model.layers.0.mlp.up_proj.weight": (32, 64),
+        "model.layers.0.mlp.down_proj.weight": (64, 32),
+        **layer_shapes(0, 64),
     }
     return {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
@@ -368,6 +507,9 @@ def test_recurrent_layers_keep_their_small_tensors(tmp_path):
         "blk.0.ssm_in.weight": "Q4_0",
         "blk.0.ssm_ba.weight": "F32",
         "blk.0.ssm_out.weight": "Q4_0",
+        **{f"blk.0.ffn_{part}.weight": "Q4_0" for part in ("gate", "up", "down")},
+        "blk.0.attn_norm.weight": "F32",
+        "blk.0.post_attention_norm.weight": "F32",
     }
     expected = {
         "output_norm.weight": 1 + values["model.norm.weight"],
@@ -450,10 +592,10 @@ def instead(name: str, other: str):
         ),
         (
             lambda values: values
-            | {f"{place}.norm.weight": np.ones(64, np.float32) for place in ("x", "y")},
+            | {"x.norm.weight": np.ones(64, np.float32)},
             {},
             quire.CorruptError,
-            "x.norm.weight and y.norm.weight stand for the same tensor",
+            "model.norm.weight and x.norm.weight stand for the same tensor",
         ),
     ],
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import tracemalloc
 import unicodedata
 
 import gguf
@@ -15,7 +16,8 @@ import sentencepiece
 import tiny_gguf
 from mixed_text import mixed_text
 from quire.embedded import embedded_model_dir, _find_gguf
-from quire.importer.gguf_reader import GgufFile
+from quire.importer import tokenizer as importer_tokenizer
+from quire.importer.gguf_reader import GgufError, GgufFile
 from quire.importer.tokenizer import build_tokenizer
 from tokenizers import Tokenizer
 
@@ -360,6 +362,37 @@ def test_pieces_of_gemma_are_in_the_order_of_their_merges(tmp_path, spm):
         writer.kv_data[0]["tokenizer.ggml.scores"].value.reverse()
 
     assert merges_of(import_spm(tmp_path, spm, change).tokenizer) == merges
+
+
+def import_runs(tmp_path, letters: str, longest: int):
+    """A vocabulary of each letter once, twice and so on: each way to cut a piece is a merge."""
+    pieces = [letter * length for letter in letters for length in range(1, longest + 1)]
+    scores = [-float(index) for index in range(len(pieces))]
+    write_vocabulary(
+        tmp_path / "runs.gguf",
+        "llama",
+        pieces,
+        [1] * len(pieces),
+        lambda writer: (writer.add_token_scores(scores), writer.add_add_bos_token(False)),
+    )
+    return build_tokenizer(GgufFile(tmp_path / "runs.gguf"), len(pieces))
+
+
+def test_merges_of_scores_are_bounded(tmp_path, monkeypatch):
+    """A file of 3 MB took 1.1 GB."""
+    assert len(merges_of(import_runs(tmp_path, "a", 64).tokenizer)) == 63 * 64 / 2
+    tracemalloc.start()
+    try:
+        with pytest.raises(GgufError, match="runs.gguf: .*tokens.*: its pieces join in too many"):
+            import_runs(tmp_path, "abcdefgh", 512)
+        assert tracemalloc.get_traced_memory()[1] < 96 << 20
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr(importer_tokenizer, "MAX_MERGES", 63 * 32)
+    assert len(merges_of(import_runs(tmp_path, "a", 64).tokenizer)) == 63 * 32
+    monkeypatch.setattr(importer_tokenizer, "MAX_MERGES", 63 * 32 - 1)
+    with pytest.raises(GgufError, match="its pieces join in too many ways"):
+        import_runs(tmp_path, "a", 64)
 
 
 def test_user_defined_pieces_are_found_in_raw_text(tmp_path, spm):

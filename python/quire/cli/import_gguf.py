@@ -13,7 +13,8 @@ from quire.cli.terminal import written_progress
 def parser() -> argparse.ArgumentParser:
     command = arguments.Parser(
         prog="quire import",
-        description="Turns a GGUF file of the llama or Gemma family into a Hugging Face folder.",
+        description="Turns a GGUF file into a Hugging Face folder. Its architecture must be one of "
+        "llama, qwen2, qwen3, gemma2, gemma3, phi3, qwen2moe, qwen3moe, deepseek2 and mamba2.",
     )
     command.add_argument("file", metavar="FILE.gguf")
     command.add_argument(

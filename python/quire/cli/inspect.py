@@ -88,20 +88,16 @@ def _kernel_facts() -> Facts:
 
 def _model_facts(engine: quire.Engine) -> Facts:
     info = engine.info
-    layer = info.layers[0]
     return {
         "folder": str(engine.model_dir),
         "architecture": info.architecture,
         "parameters": info.parameter_count,
         "weight_types": dict(info.weight_types),
         "layers": len(info.layers),
-        "query_heads": layer.num_qo_heads,
-        "kv_heads": layer.num_kv_heads,
-        "head_dim": layer.qk_head_dim,
+        **_attention_facts(info),
         "hidden_size": info.hidden_size,
         "vocab_size": info.vocab_size,
         "max_position_embeddings": info.max_position_embeddings,
-        "rope": f"theta {info.rope['theta']:g}, scaling {info.rope['scaling']}",
         "bos_token_id": info.bos_token_id,
         "eos_token_ids": list(info.eos_token_ids),
         "tokenizer": engine.has_tokenizer,
@@ -109,12 +105,28 @@ def _model_facts(engine: quire.Engine) -> Facts:
     }
 
 
+def _attention_facts(info: quire.ModelInfo) -> Facts:
+    """Those of the first layer with attention; a model of recurrent layers has none."""
+    if not info.layers:
+        return {}
+    layer = info.layers[0]
+    return {
+        "query_heads": layer.num_qo_heads,
+        "kv_heads": layer.num_kv_heads,
+        "head_dim": layer.qk_head_dim,
+        "rope": f"theta {info.rope['theta']:g}, scaling {info.rope['scaling']}",
+    }
+
+
 def _page_facts(engine: quire.Engine) -> Facts:
     stats = engine.stats()
     names = ("page_size", "pages_total", "pages_free", "pages_in_use")
+    facts: Facts = {name: stats[name] for name in names}
+    if not engine.info.layers:
+        return facts
     layer = engine.info.layers[0]
     kv_dtype = f"{layer.dtype},{layer.v_dtype}" if layer.v_dtype else layer.dtype
-    return {"kv_dtype": kv_dtype, **{name: stats[name] for name in names}}
+    return {"kv_dtype": kv_dtype, **facts}
 
 
 def _print(facts: dict[str, Facts], as_json: bool) -> None:

@@ -13,6 +13,7 @@ from quire.cli import arguments, kv_quality, models
 from quire.cli.arguments import UsageError
 
 if TYPE_CHECKING:
+    import quire
     from quire.cli.kv_quality import Quality
 
 
@@ -97,6 +98,18 @@ def _print_table(found: list[ModelQuality], reference: str) -> None:
         )
 
 
+def _check_logits(
+    model: quire.Engine, reference: quire.Engine, options: argparse.Namespace
+) -> None:
+    """Two sizes of one family may have the same tokenizer, and embeddings padded to other sizes."""
+    sizes = model.info.vocab_size, reference.info.vocab_size
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"{options.model} has {sizes[0]} logits and {options.against} has {sizes[1]} logits: "
+            "their predictions cannot be compared"
+        )
+
+
 def _measure(
     folders: list[str], ids: list[int], options: argparse.Namespace
 ) -> list[ModelQuality]:
@@ -116,8 +129,9 @@ def _measure(
         found.append(ModelQuality(name, against, model.info.weight_bytes, quality))
 
     with quire.Engine(folders[0], **of_reference) as reference:
-        compare(reference, reference, plain, options.against)
         with quire.Engine(folders[1], **of_model) as model:
+            _check_logits(model, reference, options)
+            compare(reference, reference, plain, options.against)
             compare(model, reference, plain, options.against)
         if options.kv_dtype is None:
             return found

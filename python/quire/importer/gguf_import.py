@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from quire._model_folder import GGUF_WEIGHTS
-from quire._new_folder import check_free, check_room, new_folder
+from quire._new_folder import NewFile, check_free, check_room, new_folder
 
 from .gguf_reader import GgufFile
 from .model_config import build_config, build_generation_config
@@ -37,8 +37,8 @@ def import_gguf(
 
     The folder must not exist, or be empty. It is made under another name beside its place and
     renamed when it is complete, so an import that fails or is killed leaves no half folder under
-    the asked name. GgufError says what is wrong with the file; FileExistsError and other OSErrors
-    what is wrong with the folder, or that its disk has too little room.
+    the asked name. GgufError says what is wrong with the file; FileExistsError, IoError and other
+    OSErrors what is wrong with the folder, or that its disk has too little room.
 
     progress: called with (bytes written, bytes of all weights), many times.
     """
@@ -87,8 +87,8 @@ def link_gguf(path: str | os.PathLike[str], out_dir: Path) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    with open(path, "x", encoding="utf-8", newline="") as file:
-        file.write(text)
+    with NewFile(path) as file:
+        file.write(text.encode())
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 
-from .gguf_reader import GgufFile
+from .gguf_reader import GgufFile, TensorInfo
 from .model_shape import ModelShape
 
 ROPE_FACTORS_TENSOR = "rope_freqs.weight"
@@ -85,16 +84,20 @@ def _factors(file: GgufFile, name: str, count: int) -> list[float]:
     tensor = file.tensors.get(name)
     if tensor is None:
         raise file.tensor_error(name, "is missing")
-    if tensor.shape != (count,) or tensor.type != GGMLQuantizationType.F32:
-        raise file.tensor_error(
-            name,
-            f"is {tensor.type.name} of the shape {list(tensor.shape)}, expected F32 {[count]}",
-        )
-    factors = file.rows(tensor, 0, 1).view("<f4").ravel()
+    factors = _stored_factors(file, tensor, count)
     if not (np.isfinite(factors) & (factors > 0)).all():
         raise file.tensor_error(name, "holds a factor that is not a finite number above zero")
     # As everywhere: the shortest decimal that rounds to the float32.
     return [float(str(factor)) for factor in factors]
+
+
+def _stored_factors(file: GgufFile, tensor: TensorInfo, count: int) -> np.ndarray:
+    if tensor.shape != (count,) or tensor.type != GGMLQuantizationType.F32:
+        raise file.tensor_error(
+            tensor.name,
+            f"is {tensor.type.name} of the shape {list(tensor.shape)}, expected F32 {[count]}",
+        )
+    return file.rows(tensor, 0, 1).view("<f4").ravel()
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float) -> np.ndarray:
@@ -110,11 +113,7 @@ def _llama3_scaling(file: GgufFile, shape: ModelShape) -> dict[str, Any]:
     """Recovers the parameters from the factors and proves them: they must give the same factors
     again."""
     tensor = file.tensors[ROPE_FACTORS_TENSOR]
-    if tensor.shape != (shape.head_dim // 2,):
-        raise file.tensor_error(
-            tensor.name, f"has shape {list(tensor.shape)}, expected {[shape.head_dim // 2]}"
-        )
-    factors = dequantize(file.rows(tensor, 0, 1), tensor.type).ravel().astype(np.float64)
+    factors = _stored_factors(file, tensor, shape.head_dim // 2).astype(np.float64)
     factor = float(factors[-1])  # the longest wave
     theta = file.metadata.number(f"{shape.architecture}.rope.freq_base", default=10000.0)
     # 1e-3: the factors were computed in float32.

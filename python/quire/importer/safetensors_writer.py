@@ -10,8 +10,11 @@ import dataclasses
 import json
 import math
 import struct
+from pathlib import Path
 
 import numpy as np
+
+from quire._new_folder import NewFile
 
 # The header is padded to this, so that the first tensor starts on a cache line of the mapped file.
 _HEADER_ALIGNMENT = 64
@@ -46,17 +49,18 @@ class SafetensorsWriter:
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-(8 + len(encoded)) % _HEADER_ALIGNMENT)
         self._bytes_left = end
-        self._file = open(path, "xb")
+        self._path = path
+        self._file = NewFile(Path(path))
         self._file.write(struct.pack("<Q", len(encoded)) + encoded)
 
     def write(self, part: np.ndarray) -> None:
         data = np.ascontiguousarray(part)
         if data.nbytes > self._bytes_left:
             raise ValueError(
-                f"{self._file.name}: {data.nbytes} bytes written where {self._bytes_left} are left"
+                f"{self._path}: {data.nbytes} bytes written where {self._bytes_left} are left"
             )
         self._bytes_left -= data.nbytes
-        self._file.write(data.data)
+        self._file.write(data)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -66,4 +70,4 @@ class SafetensorsWriter:
             if error_type is not None:
                 return
             if self._bytes_left:
-                raise ValueError(f"{self._file.name}: closed with {self._bytes_left} bytes missing")
+                raise ValueError(f"{self._path}: closed with {self._bytes_left} bytes missing")

@@ -28,6 +28,9 @@ from .gguf_reader import GgufFile
 
 MAX_TOKENS = 2_000_000
 MAX_MERGES = 4_000_000
+# Characters of all pieces that merges make, where merges are derived from scores. Real vocabularies
+# have less than a million merges, of pieces of some ten characters.
+MAX_MERGED_CHARACTERS = 32 << 20
 # Longest piece that merges are derived for: the work per piece is quadratic in its length.
 # SentencePiece's own default limit is 16 characters.
 _PIECE_LENGTH_MAX = 512
@@ -202,7 +205,7 @@ def build_tokenizer(file: GgufFile, vocab_size: int) -> ImportedTokenizer:
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
     config = _config(file, vocabulary, adds_bos)
-    _wrap(tokenizer, config)
+    _wrap(file, tokenizer, config)
     return ImportedTokenizer(tokenizer, config, _named_templates(file))
 
 
@@ -382,7 +385,8 @@ def _merges_from_scores(
         if kind == TokenType.NORMAL
     }
     ids = {text: index for index, text in enumerate(vocabulary.tokens)}
-    merges = []
+    merges: list[tuple[float, int, int]] = []  # ids, as the strings of all cuts take gigabytes
+    characters = 0
     for piece, score in score_of.items():
         if len(piece) > _PIECE_LENGTH_MAX:
             raise file.metadata.error(
@@ -390,13 +394,22 @@ def _merges_from_scores(
                 f"a piece has {len(piece)} characters; the limit is {_PIECE_LENGTH_MAX}",
             )
         cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        before = len(merges)
         merges += [
-            (-score, ids[left], ids[right], left, right)
+            (-score, ids[left], ids[right])
             for left, right in cuts
             if left in score_of and right in score_of
         ]
+        characters += len(piece) * (len(merges) - before)
+        if len(merges) > MAX_MERGES or characters > MAX_MERGED_CHARACTERS:
+            raise file.metadata.error(
+                "tokenizer.ggml.tokens",
+                f"its pieces join in too many ways; the limits are {MAX_MERGES} merges and "
+                f"{MAX_MERGED_CHARACTERS} characters of what they make",
+            )
     merges.sort()
-    return [(left, right) for *_, left, right in merges]
+    tokens = vocabulary.tokens
+    return [(tokens[left], tokens[right]) for _, left, right in merges]
 
 
 def _config(file: GgufFile, vocabulary: _Vocabulary, adds_bos: bool) -> dict[str, Any]:
@@ -428,14 +441,25 @@ def _config(file: GgufFile, vocabulary: _Vocabulary, adds_bos: bool) -> dict[str
     return config
 
 
-def _wrap(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+def _wrap(file: GgufFile, tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     """Puts bos in front and eos behind, where the model expects them."""
-    names = [
-        config[f"{name}_token"] if config[f"add_{name}_token"] else "" for name in ("bos", "eos")
-    ]
-    if not any(names):
+    names = ["", ""]
+    ids: dict[str, int] = {}
+    for place, end in enumerate(("bos", "eos")):
+        if not config[f"add_{end}_token"]:
+            continue
+        name = names[place] = config[f"{end}_token"]
+        index = tokenizer.token_to_id(name)
+        # In the template "$A" is the text, and what follows a colon is a number.
+        if not name or ":" in name or name.startswith("$") or index is None:
+            raise file.metadata.error(
+                f"tokenizer.ggml.{end}_token_id",
+                f"the token {name[:200]!r} cannot stand around a text: it is empty or unused, or its "
+                'name holds ":" or begins with "$"',
+            )
+        ids[name] = index
+    if not ids:
         return
-    special = [(name, tokenizer.token_to_id(name)) for name in dict.fromkeys(names) if name]
     single, second = ([names[0], f"${part}", names[1]] for part in "AB")
     in_pair = [
         [f"{item}:{number}" for item in part if item]
@@ -444,7 +468,7 @@ def _wrap(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=[item for item in single if item],
         pair=in_pair[0] + in_pair[1],
-        special_tokens=special,
+        special_tokens=list(ids.items()),
     )
 
 
