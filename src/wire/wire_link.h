@@ -135,8 +135,8 @@ class WireReceiver {
     virtual void OnBroken(const FrameHeader& header, const Status& why) = 0;
   };
 
-  // `messages_max` unfinished messages at a time. Without `budget` only what the handler admits
-  // bounds them.
+  // `messages_max` unfinished messages at a time; one that its first frame finishes is none.
+  // Without `budget` only what the handler admits bounds them.
   WireReceiver(Handler* handler, ByteBudget* budget, size_t messages_max)
       : handler_(handler), budget_(budget), messages_max_(messages_max) {}
 
