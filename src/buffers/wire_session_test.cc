@@ -143,6 +143,11 @@ class Pair : private ClientSession::Owner {
     put.tensors.emplace_back("", Floats({floats}, 1));
     return Send(std::move(put));
   }
+  uint64_t Get(const std::string& key) {
+    Message get{.opcode = Opcode::kGet};
+    wire::FieldWriter(&get.fields).AddText(key);
+    return Send(std::move(get));
+  }
   // Bytes that the server still takes.
   int64_t budget_left() const { return served_.budget.left(); }
   // Bytes of queries that may still wait.
@@ -553,6 +558,63 @@ TEST(WireSession, APutThatIsRefusedAtItsHeadIsSentNoFurther) {
   EXPECT_LT(bytes, (1 << 20) + 4 * kFloats + 1000) << "the rest of a frame, and the second put";
   EXPECT_EQ(pair.store->size(), 1);
   EXPECT_EQ(pair.answers.size(), 2u);
+  EXPECT_TRUE(pair.server->is_open());
+}
+
+// The tensors are replaced: only the answers keep them.
+TEST(WireSession, AnswersOfAStoreHoldAtMostTheStoresCapacity) {
+  constexpr int64_t kGets = 6;
+  Pair pair;
+  pair.Exchange();
+  const int64_t bytes = pair.store->capacity_bytes() / 5 * 2;
+  std::vector<std::weak_ptr<std::byte[]>> buffers;
+  std::vector<uint64_t> gets;
+  pair.is_server_mute = true;
+  for (int64_t i = 0; i < kGets; ++i) {
+    auto buffer = std::make_shared<std::byte[]>(static_cast<size_t>(bytes));
+    buffers.push_back(buffer);
+    ASSERT_TRUE(
+        pair.store
+            ->Put("k",
+                  HostTensor::Share(ElementType(kDLUInt, 8), {bytes}, std::move(buffer)).value())
+            .ok());
+    gets.push_back(pair.Get("k"));
+    pair.Exchange();
+  }
+  ASSERT_TRUE(pair.store->Put("k", Ids({7})).ok());
+  EXPECT_EQ(std::ranges::count_if(buffers, [](const auto& b) { return !b.expired(); }), 2);
+  EXPECT_TRUE(pair.server->accepts_input()) << "what is small does not wait";
+  const uint64_t stats = pair.Send({.opcode = Opcode::kStats});
+  pair.is_server_mute = false;
+  pair.Exchange();
+  EXPECT_EQ(pair.CodeOf(stats), "Ok");
+  for (const uint64_t get : gets) ASSERT_EQ(pair.CodeOf(get), "Ok");
+  EXPECT_EQ(pair.answers.at(gets[1])->tensors[0].second.bytes(), bytes);
+  EXPECT_EQ(ValuesOf<int64_t>(pair.answers.at(gets[2])->tensors[0].second), std::vector<int64_t>{7})
+      << "it is looked up when there is room";
+}
+
+// Each waiting get counts as an answer: it is not read from who does not read.
+TEST(WireSession, GetsThatWaitAreBounded) {
+  Pair pair(4);
+  pair.Exchange();
+  ASSERT_TRUE(pair.store->Put("k", Floats({3'000'000}, 1)).ok());  // 12 of 16 MiB
+  pair.is_server_mute = true;
+  for (int i = 0; i < 8; ++i) {
+    EXPECT_TRUE(pair.server->accepts_input());
+    pair.Get("k");
+    pair.Exchange();
+  }
+  EXPECT_FALSE(pair.server->accepts_input());
+  const uint64_t wrong = pair.Get(std::string(100'000, 'x'));
+  const int64_t before = pair.server->memory_bytes();
+  pair.Exchange();
+  EXPECT_LT(pair.server->memory_bytes(), before + 10'000) << "no long key is kept";
+  pair.is_server_mute = false;
+  pair.Exchange();
+  EXPECT_EQ(pair.answers.size(), 9u);
+  EXPECT_EQ(pair.CodeOf(wrong), "BadArgument");
+  EXPECT_TRUE(pair.server->accepts_input());
   EXPECT_TRUE(pair.server->is_open());
 }
 

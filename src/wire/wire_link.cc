@@ -46,8 +46,9 @@ Status CheckHead(const Message& message) {
 
 // ------------------------------------------------------------------------------------ WireSender
 
-void WireSender::Queue(Message message) {
+void WireSender::Queue(Message message, ByteBudget::Hold hold) {
   Outgoing outgoing;
+  outgoing.hold = std::move(hold);
   outgoing.head = message.fields;
   for (const auto& [name, tensor] : message.tensors) {
     EncodeTensorHeader(name, tensor, &outgoing.head);
