@@ -1,7 +1,9 @@
 // Both ends of the protocol without sockets: hostile peers, damaged bytes, time.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
