@@ -224,6 +224,28 @@ TEST(BufferServer, ManyThreadsShareOneClient) {
   EXPECT_EQ(server->lookup()->used_bytes(), 0);
 }
 
+// Questions about the buffer go through beside them, and so does the rest of a put that is refused.
+TEST(BufferServer, LargePutsOfManyThreadsKeepTheirConnection) {
+  const auto server = Serve({.store = {{.capacity_bytes = 1 << 24}}, .requests_max = 2});
+  const auto client = ConnectStore(server).value();
+  std::vector<std::thread> threads;
+  for (int64_t t = 0; t < 8; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 4; ++i) {
+        const Status put = client->Put("k" + std::to_string(t), Floats({400'000}, 1));
+        EXPECT_TRUE(put.ok()) << put.ToString();
+        EXPECT_GT(client->size(), 0);
+        const Status large = client->Put("large", Floats({5'000'000}, 1));
+        EXPECT_EQ(large.code(), StatusCode::kTooLarge);
+        EXPECT_NE(large.message().find("the tensor has"), std::string_view::npos)
+            << large.ToString();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(server->store()->size(), 8);
+}
+
 TEST(BufferServer, ATakeThatWaitedForAPlaceWaitsAtTheServerForTheRest) {
   constexpr int64_t kWaitNs = 30'000'000'000;
   const auto server = Serve({.requests_max = 1});

@@ -118,15 +118,22 @@ void ClientSession::End(const Status& status) {
 
 void ClientSession::Answer(uint64_t request, Result<Message> answer) {
   due_.erase(request);
+  // A request that is refused at its head may have a rest to be sent. It must not go on beside the
+  // one that takes its place. Where nothing has begun this cancels what the server does not know.
+  if (!answer.ok()) {
+    sender_.Abort(
+        request, {.opcode = Opcode::kCancel, .request = request, .status = StatusCode::kCancelled});
+  }
   if (request != kPingRequest) owner_->OnAnswer(request, std::move(answer));
 }
 
 Status ClientSession::OnBegin(const Message& message, std::span<const wire::TensorHeader> tensors,
                               int64_t data_bytes) {
   if (!message.is_reply) return Status(StatusCode::kCorrupt, "the server sent a request");
-  if (message.opcode == Opcode::kGoodbye) return {};
   const auto due = due_.find(message.request);
-  if (state_ == State::kOpen && (due == due_.end() || due->second != message.opcode)) {
+  const bool is_goodbye = message.opcode == Opcode::kGoodbye;
+  const bool is_due = due != due_.end() && due->second == message.opcode;
+  if (state_ == State::kOpen && !is_goodbye && !is_due) {
     return Status(StatusCode::kCorrupt, "an answer to nothing that was asked");
   }
   if (data_bytes > options_.message_bytes_max) {

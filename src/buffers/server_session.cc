@@ -35,6 +35,7 @@ ServerSession::ServerSession(ServedBuffers* served,
                              std::function<void()> wake, int64_t now_ns)
     : served_(served),
       wake_(std::move(wake)),
+      stored_(served->store != nullptr ? served->store->capacity_bytes() : 0),
       receiver_(this, &served->budget, static_cast<size_t>(served->requests_max)),
       now_ns_(now_ns),
       heard_ns_(now_ns),
@@ -67,13 +68,15 @@ void ServerSession::Receive(std::span<const std::byte> bytes, int64_t now_ns) {
 
 bool ServerSession::accepts_input() const {
   if (state_ == State::kEnding || state_ == State::kOver) return false;
-  return static_cast<int64_t>(sender_.queued()) < kAnswersPerRequest * served_->requests_max;
+  const auto answers = static_cast<int64_t>(sender_.queued() + gets_.size());
+  return answers < kAnswersPerRequest * served_->requests_max;
 }
 
 void ServerSession::Sent(size_t bytes, int64_t now_ns) {
   now_ns_ = now_ns;
   sent_ns_ = now_ns;
   sender_.Consume(bytes);
+  AnswerGets();
   if (state_ == State::kEnding && !sender_.has_output()) state_ = State::kOver;
 }
 
@@ -118,6 +121,7 @@ void ServerSession::Close(int64_t now_ns) {
 // Says why and ends. What waits for an answer learns it from the goodbye.
 void ServerSession::Fail(const Status& status) {
   takes_.clear();
+  gets_.clear();
   sender_.End(wire::ErrorReply(Opcode::kGoodbye, 0, status));
   receiver_.Stop();
   state_ = State::kEnding;
@@ -126,7 +130,8 @@ void ServerSession::Fail(const Status& status) {
 
 int64_t ServerSession::memory_bytes() const {
   return static_cast<int64_t>(sizeof(*this) + takes_.size() * sizeof(*takes_.begin()) +
-                              sender_.queued() * (sizeof(Message) + wire::kErrorTextBytesMax)) +
+                              sender_.queued() * (sizeof(Message) + wire::kErrorTextBytesMax) +
+                              gets_.size() * (sizeof(Message) + kStoreKeyBytesMax)) +
          receiver_.memory_bytes();
 }
 
@@ -200,7 +205,7 @@ void ServerSession::OnMessage(Message message) {
     case Opcode::kPut:
       return OnPut(std::move(message));
     case Opcode::kGet:
-      return OnGet(message);
+      return OnGet(std::move(message));
     case Opcode::kDelete:
       return OnDelete(message);
     case Opcode::kExists:
@@ -216,12 +221,13 @@ void ServerSession::OnMessage(Message message) {
 }
 
 void ServerSession::Reply(const Message& request, std::vector<std::byte> fields,
-                          TensorBundle tensors) {
+                          TensorBundle tensors, wire::ByteBudget::Hold hold) {
   sender_.Queue({.opcode = request.opcode,
                  .is_reply = true,
                  .request = request.request,
                  .fields = std::move(fields),
-                 .tensors = std::move(tensors)});
+                 .tensors = std::move(tensors)},
+                std::move(hold));
 }
 
 void ServerSession::ReplyError(const Message& request, const Status& status) {
@@ -408,12 +414,33 @@ void ServerSession::OnPut(Message message) {
   Reply(message, {}, {});
 }
 
-void ServerSession::OnGet(const Message& message) {
-  auto value = served_->store->Get(wire::TextOf(message.fields));
-  if (!value.ok()) return ReplyError(message, value.status());
+void ServerSession::OnGet(Message message) {
+  // A key that no store takes may be large: its get is refused at once, and never waits.
+  const bool is_key = static_cast<int64_t>(message.fields.size()) <= kStoreKeyBytesMax;
+  const bool has_turn = gets_.empty() || !is_key;
+  if (!has_turn || !AnswerGet(message)) gets_.push_back(std::move(message));
+}
+
+void ServerSession::AnswerGets() {
+  while (!gets_.empty() && AnswerGet(gets_.front())) gets_.pop_front();
+}
+
+bool ServerSession::AnswerGet(const Message& get) {
+  auto value = served_->store->Get(wire::TextOf(get.fields));
   TensorBundle tensors;
-  if (value->has_value()) tensors.emplace_back("", **std::move(value));
-  Reply(message, {}, std::move(tensors));
+  wire::ByteBudget::Hold hold;
+  if (!value.ok()) {
+    ReplyError(get, value.status());
+    return true;
+  }
+  if (value->has_value()) {
+    auto taken = stored_.Take((*value)->bytes());
+    if (!taken) return false;
+    hold = *std::move(taken);
+    tensors.emplace_back("", **std::move(value));
+  }
+  Reply(get, {}, std::move(tensors), std::move(hold));
+  return true;
 }
 
 void ServerSession::OnDelete(const Message& message) {

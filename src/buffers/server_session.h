@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -60,7 +61,9 @@ class ServerSession final : private wire::WireReceiver::Handler {
   bool is_over() const { return state_ == State::kOver; }
   bool is_open() const { return state_ == State::kOpen; }
 
-  // Held for this peer, tensors that are sent not counted (the buffers count them).
+  // Held for this peer but for tensors that are sent. The lookup buffer counts its own until they
+  // are acknowledged. Those of a store may be replaced or deleted meanwhile: the answers to a peer
+  // hold at most as many bytes as the store may have.
   int64_t memory_bytes() const;
 
  private:
@@ -89,7 +92,11 @@ class ServerSession final : private wire::WireReceiver::Handler {
   void OnAcknowledge(const wire::Message& message);
   void OnCancel(const wire::Message& message);
   void OnPut(wire::Message message);
-  void OnGet(const wire::Message& message);
+  void OnGet(wire::Message message);
+  // Those that wait, in their order.
+  void AnswerGets();
+  // False: it waits until the peer has taken more of the answers before it.
+  bool AnswerGet(const wire::Message& get);
   void OnDelete(const wire::Message& message);
   void OnExists(const wire::Message& message);
   void OnStats(const wire::Message& message);
@@ -98,7 +105,8 @@ class ServerSession final : private wire::WireReceiver::Handler {
   // True when the search is over and answered.
   bool PollTake(uint64_t request, Taking* taking);
   void SendEntry(uint64_t request, Taking* taking, Handover handover);
-  void Reply(const wire::Message& request, std::vector<std::byte> fields, TensorBundle tensors);
+  void Reply(const wire::Message& request, std::vector<std::byte> fields, TensorBundle tensors,
+             wire::ByteBudget::Hold hold = {});
   void ReplyError(const wire::Message& request, const Status& status);
   void Fail(const Status& status);
   bool ExpireTakes();
@@ -108,9 +116,11 @@ class ServerSession final : private wire::WireReceiver::Handler {
   State state_ = State::kHello;
   wire::ClientHello client_hello_;
   wire::ServerHello hello_;
+  wire::ByteBudget stored_;  // of answers with tensors of the store
   wire::WireSender sender_;
   wire::WireReceiver receiver_;
   Takes takes_;
+  std::deque<wire::Message> gets_;  // that wait
   int64_t now_ns_ = 0;
   int64_t heard_ns_ = 0;  // from the peer
   int64_t sent_ns_ = 0;   // the peer took bytes

@@ -1,7 +1,9 @@
 // Both ends of the protocol without sockets: hostile peers, damaged bytes, time.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -90,6 +92,17 @@ class Pair : private ClientSession::Owner {
       }
     }
   }
+  // A piece of what the client has to say, and all that the server says then.
+  void Turn(size_t piece) {
+    const std::vector<std::byte> bytes = OneFrame(*client, piece);
+    client->Sent(bytes.size());
+    server->Receive(bytes, now);
+    while (server->has_output()) {
+      const std::vector<std::byte> answer = OneFrame(*server, size_t{1} << 20);
+      server->Sent(answer.size(), now);
+      client_status = client->Receive(answer, now);
+    }
+  }
   void PassTime(int64_t ns) {
     now += ns;
     server->Tick(now);
@@ -131,6 +144,11 @@ class Pair : private ClientSession::Owner {
     wire::FieldWriter(&put.fields).AddText(key);
     put.tensors.emplace_back("", Floats({floats}, 1));
     return Send(std::move(put));
+  }
+  uint64_t Get(const std::string& key) {
+    Message get{.opcode = Opcode::kGet};
+    wire::FieldWriter(&get.fields).AddText(key);
+    return Send(std::move(get));
   }
   // Bytes that the server still takes.
   int64_t budget_left() const { return served_.budget.left(); }
@@ -494,6 +512,139 @@ TEST(WireSession, APutOverTheServersBudgetIsFullUntilTheOthersArrived) {
   pair.Exchange();
   EXPECT_NE(pair.CodeOf(again), "");
   EXPECT_EQ(pair.budget_left(), whole);
+}
+
+// Signs of life, questions about the buffer and acknowledgements have no place of their own.
+TEST(WireSession, SmallRequestsPassPutsThatFillAllPlaces) {
+  constexpr int64_t kFloats = 700'000;  // three frames
+  Pair pair(2);
+  pair.Exchange();
+  const uint64_t first = pair.Put("a", kFloats), second = pair.Put("b", kFloats);
+  const uint64_t stats = pair.Send({.opcode = Opcode::kStats});
+  pair.client->Cancel(99);
+  pair.Turn(1 << 20);
+  pair.Turn(1 << 20);
+  pair.Turn(1 << 20);
+  EXPECT_EQ(pair.CodeOf(stats), "Ok") << pair.client_status.ToString();
+  EXPECT_EQ(pair.CodeOf(first), "");
+  pair.PassTime(kSecondNs / 2);  // a ping
+  pair.Exchange();
+  EXPECT_EQ(pair.CodeOf(first), "Ok");
+  EXPECT_EQ(pair.CodeOf(second), "Ok");
+  EXPECT_TRUE(pair.client_status.ok()) << pair.client_status.ToString();
+}
+
+TEST(WireSession, MoreUnfinishedMessagesThanPlacesEndTheConnection) {
+  constexpr int64_t kFloats = 700'000;
+  Pair pair(2);
+  pair.Exchange();
+  for (const char* key : {"a", "b", "c"}) pair.Put(key, kFloats);
+  pair.Exchange();
+  EXPECT_EQ(pair.client_status.code(), StatusCode::kTooLarge);
+  EXPECT_FALSE(pair.server->is_open());
+}
+
+// The answer comes while most of the put is to be sent, in the middle of a frame; its place is
+// another request's then.
+TEST(WireSession, APutThatIsRefusedAtItsHeadIsSentNoFurther) {
+  constexpr int64_t kFloats = 700'000;  // three frames
+  Pair pair(1);
+  pair.Exchange();
+  const uint64_t large = pair.Put("a", 5'000'000);
+  pair.Turn(1 << 16);
+  ASSERT_EQ(pair.CodeOf(large), "TooLarge");
+  const uint64_t next = pair.Put("b", kFloats);
+  int64_t bytes = 0;
+  pair.Exchange(1 << 20, [&](std::vector<std::byte>& some) { bytes += std::ssize(some); });
+  EXPECT_EQ(pair.CodeOf(next), "Ok") << pair.client_status.ToString();
+  EXPECT_LT(bytes, (1 << 20) + 4 * kFloats + 1000) << "the rest of a frame, and the second put";
+  EXPECT_EQ(pair.store->size(), 1);
+  EXPECT_EQ(pair.answers.size(), 2u);
+  EXPECT_TRUE(pair.server->is_open());
+}
+
+// The tensors are replaced: only the answers keep them.
+TEST(WireSession, AnswersOfAStoreHoldAtMostTheStoresCapacity) {
+  constexpr int64_t kGets = 6;
+  Pair pair;
+  pair.Exchange();
+  const int64_t bytes = pair.store->capacity_bytes() / 5 * 2;
+  std::vector<std::weak_ptr<std::byte[]>> buffers;
+  std::vector<uint64_t> gets;
+  pair.is_server_mute = true;
+  for (int64_t i = 0; i < kGets; ++i) {
+    auto buffer = std::make_shared<std::byte[]>(static_cast<size_t>(bytes));
+    buffers.push_back(buffer);
+    ASSERT_TRUE(
+        pair.store
+            ->Put("k",
+                  HostTensor::Share(ElementType(kDLUInt, 8), {bytes}, std::move(buffer)).value())
+            .ok());
+    gets.push_back(pair.Get("k"));
+    pair.Exchange();
+  }
+  ASSERT_TRUE(pair.store->Put("k", Ids({7})).ok());
+  EXPECT_EQ(std::ranges::count_if(buffers, [](const auto& b) { return !b.expired(); }), 2);
+  EXPECT_TRUE(pair.server->accepts_input()) << "what is small does not wait";
+  const uint64_t stats = pair.Send({.opcode = Opcode::kStats});
+  pair.is_server_mute = false;
+  pair.Exchange();
+  EXPECT_EQ(pair.CodeOf(stats), "Ok");
+  for (const uint64_t get : gets) ASSERT_EQ(pair.CodeOf(get), "Ok");
+  EXPECT_EQ(pair.answers.at(gets[1])->tensors[0].second.bytes(), bytes);
+  EXPECT_EQ(ValuesOf<int64_t>(pair.answers.at(gets[2])->tensors[0].second), std::vector<int64_t>{7})
+      << "it is looked up when there is room";
+}
+
+// Each waiting get counts as an answer: it is not read from who does not read.
+TEST(WireSession, GetsThatWaitAreBounded) {
+  Pair pair(4);
+  pair.Exchange();
+  ASSERT_TRUE(pair.store->Put("k", Floats({3'000'000}, 1)).ok());  // 12 of 16 MiB
+  pair.is_server_mute = true;
+  for (int i = 0; i < 8; ++i) {
+    EXPECT_TRUE(pair.server->accepts_input());
+    pair.Get("k");
+    pair.Exchange();
+  }
+  EXPECT_FALSE(pair.server->accepts_input());
+  const uint64_t wrong = pair.Get(std::string(100'000, 'x'));
+  const int64_t before = pair.server->memory_bytes();
+  pair.Exchange();
+  EXPECT_LT(pair.server->memory_bytes(), before + 10'000) << "no long key is kept";
+  pair.is_server_mute = false;
+  pair.Exchange();
+  EXPECT_EQ(pair.answers.size(), 9u);
+  EXPECT_EQ(pair.CodeOf(wrong), "BadArgument");
+  EXPECT_TRUE(pair.server->accepts_input());
+  EXPECT_TRUE(pair.server->is_open());
+}
+
+// Whoever sits at the port: no secret was shown.
+TEST(WireSession, AGoodbyeHasNoTensors) {
+  for (const bool is_open : {false, true}) {
+    Pair pair;
+    if (is_open) pair.Exchange();
+    const auto buffer = std::make_shared<std::byte[]>(size_t{1} << 21);
+    Message goodbye{.opcode = Opcode::kGoodbye, .is_reply = true};
+    goodbye.tensors.emplace_back(
+        "", HostTensor::Share(ElementType(kDLUInt, 8), {1 << 21}, buffer).value());
+    wire::WireSender sender;
+    if (is_open) {  // frames are counted: the hello was the first one
+      sender.Queue({.opcode = Opcode::kHello, .is_reply = true});
+      sender.Gather();
+      sender.Consume(wire::kHeaderBytes);
+    }
+    sender.Queue(std::move(goodbye));
+    const auto parts = sender.Gather();
+    for (size_t i = 0; i < 2; ++i) {  // its header and its head, no data
+      pair.client_status = pair.client->Receive(parts[i], pair.now);
+    }
+    EXPECT_EQ(pair.client_status.code(), StatusCode::kRemote);
+    EXPECT_NE(pair.client_status.message().find("tensors where none belong"),
+              std::string_view::npos)
+        << pair.client_status.ToString();
+  }
 }
 
 }  // namespace

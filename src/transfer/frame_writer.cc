@@ -27,6 +27,11 @@ void FrameWriter::QueueUrgent(TransferOpcode opcode, std::vector<std::byte> head
   urgent_.push_back({.opcode = opcode, .head = std::move(head)});
 }
 
+void FrameWriter::DropUrgentSince(size_t count) noexcept {
+  QUIRE_DCHECK(count <= urgent_.size()) << "frames were gathered since then";
+  while (urgent_.size() > count) urgent_.pop_back();
+}
+
 void FrameWriter::End(std::vector<std::byte> head) {
   urgent_.clear();
   queue_.clear();

@@ -30,6 +30,9 @@ class FrameWriter {
   void Queue(std::shared_ptr<OutgoingPart> part);
   // After the frames that were gathered.
   void QueueUrgent(wire::TransferOpcode opcode, std::vector<std::byte> head);
+  // Urgent frames that were queued since urgent_count() was `count` are not sent. REQUIRES: no
+  // Gather since then.
+  void DropUrgentSince(size_t count) noexcept;
   // Drops what has not begun; `head` is the goodbye, and nothing follows it.
   void End(std::vector<std::byte> head);
   // Parts of that transfer that have not begun are not sent: their numbers.

@@ -1,6 +1,7 @@
 #include "transfer/receive_half.h"
 
 #include <algorithm>
+#include <new>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -87,12 +88,21 @@ Status ReceiveHalf::Open(const TransferRequest& request, int64_t now_ns) {
                                              "; a frame takes " +
                                              std::to_string(wire::kTransferHeadBytesMax));
   }
+  const Transfer transfer{.deadline_ns = MomentAfter(now_ns, request.job.deadline_ns),
+                          .renewed_ns = now_ns};
+  const auto place = transfers_.emplace(epoch, transfer).first;
+  const size_t queued = writer_->urgent_count();
+  try {
+    // In one queue with what ends it: a cancel that came first would end nothing.
+    if (request.job.id != 0) writer_->QueueUrgent(TransferOpcode::kJob, std::move(job));
+    writer_->QueueUrgent(TransferOpcode::kMap, std::move(map));
+  } catch (const std::bad_alloc&) {
+    // The peer would keep a job without a map, and take the next one of its number for a breach.
+    writer_->DropUrgentSince(queued);
+    transfers_.erase(place);
+    throw;
+  }
   last_epoch_ = std::max(last_epoch_, epoch);
-  transfers_.emplace(epoch, Transfer{.deadline_ns = MomentAfter(now_ns, request.job.deadline_ns),
-                                     .renewed_ns = now_ns});
-  // In one queue with what ends it: a cancel that came first would end nothing.
-  if (request.job.id != 0) writer_->QueueUrgent(TransferOpcode::kJob, std::move(job));
-  writer_->QueueUrgent(TransferOpcode::kMap, std::move(map));
   return Status();
 }
 

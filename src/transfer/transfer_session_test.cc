@@ -9,7 +9,9 @@
 #include <string>
 
 #include "base/checksum.h"
+#include "base/guard.h"
 #include "base/random.h"
+#include "base/testing/refuse_each.h"
 #include "base/testing/soak.h"
 #include "transfer/testing/hostile_transfer_peer.h"
 #include "transfer/testing/test_session.h"
@@ -792,6 +794,24 @@ TEST(TransferSession, ARequestThatNoMessageCanSayIsRefusedAndTheConnectionStays)
   pair.Exchange();
   EXPECT_TRUE(pair.sender.session.is_open());
   EXPECT_EQ(pair.sender.sends.count(map.epoch), 1U);
+}
+
+// The queue takes memory in steps: many requests, so that each frame of one meets a step.
+TEST(TransferSession, ARequestForWhichThereIsNoMemoryWasNotMade) {
+  constexpr size_t kRequests = 24;
+  SessionPair pair;
+  pair.Exchange();
+  ReceiveHalf& receives = pair.receiver.session.receives();
+  for (size_t i = 0; i < kRequests; ++i) {
+    const ReceiveMap map = pair.receiver.receiver.Reserve(1);
+    const TransferRequest request{.job = {.id = map.epoch, .tokens = {1, 2, 3}}, .map = map};
+    RefuseEach("Open", StatusCode::kOk,
+               [&] { return GuardEntry([&] { return receives.Open(request, pair.now); }); });
+  }
+  EXPECT_EQ(receives.open_count(), kRequests);
+  pair.Exchange();
+  EXPECT_TRUE(pair.sender.session.is_open()) << pair.sender.session.status().ToString();
+  EXPECT_EQ(pair.sender.sends.size(), kRequests);
 }
 
 TEST(TransferSession, ALoadIsToldAndNotWithEachChange) {

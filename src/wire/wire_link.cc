@@ -46,8 +46,9 @@ Status CheckHead(const Message& message) {
 
 // ------------------------------------------------------------------------------------ WireSender
 
-void WireSender::Queue(Message message) {
+void WireSender::Queue(Message message, ByteBudget::Hold hold) {
   Outgoing outgoing;
+  outgoing.hold = std::move(hold);
   outgoing.head = message.fields;
   for (const auto& [name, tensor] : message.tensors) {
     EncodeTensorHeader(name, tensor, &outgoing.head);
@@ -173,7 +174,10 @@ void WireSender::FinishFrame() {
   Outgoing outgoing = std::move(messages_.front());
   messages_.pop_front();
   // A message that was aborted behind the begin of its last frame has arrived.
-  if (outgoing.sent < outgoing.data_bytes) messages_.push_back(std::move(outgoing));
+  if (outgoing.sent == outgoing.data_bytes) return;
+  // One that is void ends before another one begins: the peer counts those that have not ended.
+  if (outgoing.is_aborted) return messages_.push_front(std::move(outgoing));
+  messages_.push_back(std::move(outgoing));
 }
 
 // ---------------------------------------------------------------------------------- WireReceiver
@@ -239,9 +243,9 @@ Status WireReceiver::OnHeader() {
       return Status(StatusCode::kCorrupt, "frame: request " + std::to_string(header_.request) +
                                               " goes on elsewhere than where it stopped");
     }
-  } else if (messages_.size() >= messages_max_) {
+  } else if (header_.data_bytes < header_.position && messages_.size() >= messages_max_) {
     return Status(StatusCode::kTooLarge,
-                  "frame: more than " + std::to_string(messages_max_) + " messages at once");
+                  "frame: more than " + std::to_string(messages_max_) + " messages are unfinished");
   }
   have_ = 0;
   data_crc_ = 0;

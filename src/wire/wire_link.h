@@ -36,50 +36,7 @@ Message ErrorReply(Opcode opcode, uint64_t request, const Status& status);
 // TooLarge if the message's head is longer than a receiver takes.
 Status CheckHead(const Message& message);
 
-class WireSender {
- public:
-  // REQUIRES: CheckHead(message).ok()
-  void Queue(Message message);
-  // Ends the message of a request whose last frame has not begun, and queues `instead`, or where a
-  // part of it is out a frame that makes it void and says the same. Whether there was one.
-  bool Abort(uint64_t request, Message instead);
-  // Ends all messages in this way; `last` is the only one that follows.
-  void End(Message last);
-
-  bool has_output() const { return in_frame_ || !messages_.empty(); }
-  size_t queued() const { return messages_.size(); }
-  bool is_sending(uint64_t request) const;
-
-  // Parts of what is to be written next; they stay valid until the next call that is not const.
-  // Empty without output.
-  std::vector<std::span<const std::byte>> Gather();
-  // `bytes` of them are written.
-  void Consume(size_t bytes);
-
- private:
-  struct Outgoing {
-    Message message;
-    std::vector<std::byte> head;
-    uint64_t data_bytes = 0;
-    uint64_t sent = 0;  // of the data, the current frame's included
-    bool has_begun = false;
-    bool is_aborted = false;
-  };
-
-  void StartFrame();
-  void FinishFrame();
-  void AddData(Outgoing& outgoing, uint64_t count);
-
-  std::deque<Outgoing> messages_;  // the current frame is of the first
-  uint64_t next_number_ = 0;
-  bool in_frame_ = false;
-  std::byte header_[kHeaderBytes] = {};
-  std::vector<std::span<const std::byte>> parts_;  // of the current frame
-  size_t frame_bytes_ = 0;
-  size_t frame_sent_ = 0;
-};
-
-// What messages in the making may hold, over several connections. One thread.
+// What messages may hold while they come or go, over one connection or several. One thread.
 class ByteBudget {
  public:
   explicit ByteBudget(int64_t bytes) : left_(bytes) {}
@@ -118,6 +75,50 @@ class ByteBudget {
   int64_t left_;
 };
 
+class WireSender {
+ public:
+  // `hold` goes with the message. REQUIRES: CheckHead(message).ok()
+  void Queue(Message message, ByteBudget::Hold hold = {});
+  // Ends the message of a request whose last frame has not begun, and queues `instead`, or where a
+  // part of it is out a frame that makes it void and says the same. Whether there was one.
+  bool Abort(uint64_t request, Message instead);
+  // Ends all messages in this way; `last` is the only one that follows.
+  void End(Message last);
+
+  bool has_output() const { return in_frame_ || !messages_.empty(); }
+  size_t queued() const { return messages_.size(); }
+  bool is_sending(uint64_t request) const;
+
+  // Parts of what is to be written next; they stay valid until the next call that is not const.
+  // Empty without output.
+  std::vector<std::span<const std::byte>> Gather();
+  // `bytes` of them are written.
+  void Consume(size_t bytes);
+
+ private:
+  struct Outgoing {
+    Message message;
+    ByteBudget::Hold hold;
+    std::vector<std::byte> head;
+    uint64_t data_bytes = 0;
+    uint64_t sent = 0;  // of the data, the current frame's included
+    bool has_begun = false;
+    bool is_aborted = false;
+  };
+
+  void StartFrame();
+  void FinishFrame();
+  void AddData(Outgoing& outgoing, uint64_t count);
+
+  std::deque<Outgoing> messages_;  // the current frame is of the first
+  uint64_t next_number_ = 0;
+  bool in_frame_ = false;
+  std::byte header_[kHeaderBytes] = {};
+  std::vector<std::span<const std::byte>> parts_;  // of the current frame
+  size_t frame_bytes_ = 0;
+  size_t frame_sent_ = 0;
+};
+
 class WireReceiver {
  public:
   class Handler {
@@ -135,8 +136,8 @@ class WireReceiver {
     virtual void OnBroken(const FrameHeader& header, const Status& why) = 0;
   };
 
-  // `messages_max` unfinished messages at a time. Without `budget` only what the handler admits
-  // bounds them.
+  // `messages_max` unfinished messages at a time; one that its first frame finishes is none.
+  // Without `budget` only what the handler admits bounds them.
   WireReceiver(Handler* handler, ByteBudget* budget, size_t messages_max)
       : handler_(handler), budget_(budget), messages_max_(messages_max) {}
 
