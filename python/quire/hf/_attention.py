@@ -106,7 +106,8 @@ def attention_forward(
                 f"the QuireCache was made from says {kept or None}"
             )
     tensors = [query, key._key, value]
-    return cache._attend(module, layer, tensors, attention_mask, scaling, s_aux), None
+    positions = others.get("position_ids")
+    return cache._attend(module, layer, tensors, attention_mask, positions, scaling, s_aux), None
 
 
 def _other_attention() -> errors.BadStateError:

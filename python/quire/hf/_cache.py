@@ -21,6 +21,7 @@ from quire.hf._forward import Forward
 from quire.hf._kept import Prompts, check_ids, keep_rows, space_of, take_rows
 from quire.hf._layers import architecture_digest, layer_specs
 from quire.hf._note import FILE, VERSION, read_note
+from quire.hf._positions import Positions, are_counted
 from quire.hf._sequences import Rows, Sequences
 from quire.hf._weights import Weights
 from quire.kv_cache import KVCache
@@ -126,11 +127,13 @@ class QuireCache(Cache):
             self._computes_in = torch.bfloat16
         self._rows = Rows(sequences)
         self._weights = Weights()
+        self._positions = Positions()
         self._columns = 0
         # Which columns are no padding, bool [rows, columns]; None = all.
         self._shown: torch.Tensor | None = None
         self._forward: Forward | None = None
         self._new_shown: torch.Tensor | None = None  # of its columns
+        self._new_positions = Positions()  # once it has ended
         weakref.finalize(self, self._rows.end).atexit = False
 
     @property
@@ -174,6 +177,7 @@ class QuireCache(Cache):
         self.abort_forward()
         self._rows.set([])
         self._weights.forget()
+        self._positions = Positions()
         self._columns, self._shown = 0, None
 
     def abort_forward(self) -> None:
@@ -246,6 +250,7 @@ class QuireCache(Cache):
         child._setup(self._rows.sequences, self._architecture, self._max_crop)
         child._rows.set([*self._rows.held])
         child._weights = self._weights.copy()
+        child._positions = self._positions
         child._columns, child._shown = self._columns, self._shown
         return child
 
@@ -281,6 +286,8 @@ class QuireCache(Cache):
             "shown": None if self._shown is None else self._shown.int().tolist(),
             "input_ids": None if input_ids is None else input_ids.tolist(),
             "weights": self._weights.digests(),
+            "counted": self._positions.are_counted,
+            "must_count": self._positions.must_count,
         }
         note = json.dumps(fields).encode()
         with new_folder(Path(path)) as folder:
@@ -335,6 +342,7 @@ class QuireCache(Cache):
             raise
         self._rows.set([new[index] for index in fields["rows"]])
         self._weights.expect(fields["weights"])
+        self._positions = Positions(fields["counted"], fields["must_count"])
         self._columns = int(fields["columns"])
         shown, ids = fields["shown"], fields["input_ids"]
         self._shown = None if shown is None else torch.tensor(shown, dtype=torch.bool)
@@ -363,7 +371,8 @@ class QuireCache(Cache):
 
         Raises:
             BadStateError: a forward is open, nothing is held, another model's keys and values are,
-                weights of its attention have changed since, or layers have slid more than
+                weights of its attention have changed since, if only for one forward, tokens were
+                not at the positions that counting them gives, or layers have slid more than
                 ``max_crop`` tokens beyond a chunk that is new.
             BadArgumentError: the shape of input_ids, another configuration, or one that rotates
                 keys by the length of the text ("longrope", "dynamic").
@@ -372,6 +381,7 @@ class QuireCache(Cache):
         ids = self._checked_ids("keep", input_ids)
         if not self._weights.are_of(model):
             raise errors.BadStateError("QuireCache.keep: holds keys and values of another model")
+        self._positions.check_kept()
         space = space_of(
             self.kv_cache, store, model, self._architecture, cache_salt, chunk_tokens
         )
@@ -390,7 +400,8 @@ class QuireCache(Cache):
         timeout: float = 10.0,
     ) -> int:
         """Holds the longest beginning of `input_ids` that a store has of all rows, in place of what
-        was held: the bits that were kept. At least one column is left to compute.
+        was held: the bits that were kept. At least one column is left to compute. Forwards that
+        follow must count positions in tokens, without padding, as generate() does.
 
         input_ids: the whole prompts, int64 [rows, columns]. model: that will go on; only it may.
         attention_mask: zeros for padding, which stands on the left. cache_salt, chunk_tokens: as
@@ -419,6 +430,7 @@ class QuireCache(Cache):
         if columns == 0:
             self.reset()
             return 0
+        self._positions = Positions(must_count=True)
         self._columns = columns
         shown = prompts.shown[:, :columns]
         self._shown = None if shown.all() else shown
@@ -432,6 +444,7 @@ class QuireCache(Cache):
         layer: int,
         tensors: list[torch.Tensor],
         mask: torch.Tensor | None,
+        position_ids: Any,
         scale: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -448,6 +461,7 @@ class QuireCache(Cache):
             self._check_tensors(layer, tensors)
             if layer == 0:
                 self._new_shown = self._check_mask(tensors[0], mask)
+                self._new_positions = self._check_positions(tensors[0], position_ids)
                 self._begin(tensors)
             forward = self._forward
             assert forward is not None
@@ -472,11 +486,13 @@ class QuireCache(Cache):
 
     def _end(self, forward: Forward) -> None:
         shown = self._shown_with(forward.columns)
+        weights = self._weights.after(forward.modules)
         forward.end()
         self._forward = None
         self._shown = shown
         self._columns += forward.columns
-        self._weights.bind(forward.modules)
+        self._positions = self._new_positions
+        self._weights = weights
 
     def _shown_with(self, new: int) -> torch.Tensor | None:
         known = self._new_shown if self._shown is None else self._shown
@@ -553,6 +569,15 @@ class QuireCache(Cache):
                 "sliding layers, whose windows would count it"
             )
         return shown
+
+    def _check_positions(self, query: torch.Tensor, position_ids: Any) -> Positions:
+        """Those of all tokens after the forward."""
+        rows, _, new, _ = query.shape
+        shown = self._new_shown
+        if shown is None:
+            shown = torch.ones(rows, new, dtype=torch.bool)
+        lengths = [self._length(sequence) for sequence in self._rows.held] or [0] * rows
+        return self._positions.after(are_counted(position_ids, lengths, shown))
 
     # ---- Rows
 

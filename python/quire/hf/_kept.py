@@ -51,7 +51,7 @@ class Prompts:
                 "[rows, columns]"
             )
         self.columns = input_ids.shape[1]
-        self.shown = mask.bool()
+        self.shown = mask.bool().clone()  # bool() of bools is the caller's own
         if self.shown.shape != input_ids.shape:
             raise errors.BadArgumentError(
                 f"QuireCache.{call}: attention_mask has shape {tuple(self.shown.shape)}, input_ids "

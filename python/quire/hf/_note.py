@@ -12,6 +12,8 @@ __all__ = ["FILE", "VERSION", "read_note"]
 
 FILE = "{}.quire"
 VERSION = 1
+# What is so where the note does not tell, as older ones do not.
+_OF_POSITIONS = {"counted": False, "must_count": False}
 
 
 def _are_numbers(value: Any, end: int, first: int = 0) -> bool:
@@ -51,6 +53,9 @@ def _wrong_field(fields: dict[str, Any]) -> str | None:
         return "input_ids"
     if not isinstance(weights, list) or not all(isinstance(each, str) for each in weights):
         return "weights"
+    for name in _OF_POSITIONS:
+        if not isinstance(fields[name], bool):
+            return name
     return None
 
 
@@ -68,6 +73,7 @@ def read_note(folder: Path) -> dict[str, Any]:
         raise errors.IncompatibleError(
             f"{file}: was not written by QuireCache.save, or by another version of it"
         )
+    fields = {**_OF_POSITIONS, **fields}
     wrong = _wrong_field(fields)
     if wrong is not None:
         raise errors.IncompatibleError(

@@ -103,14 +103,18 @@ class Weights:
         self._samples: list[str] = []  # of the modules, when they became known
         self._digests: list[str] = []
         self._model: weakref.ref[Any] | None = None
+        self._model_digest = ""  # where the modules of the model are not known
+        self._changed: str | None = None  # whose weights were others in a later forward
 
     def forget(self) -> None:
         self._modules, self._samples, self._digests, self._model = [], [], [], None
+        self._model_digest, self._changed = "", None
 
     def copy(self) -> Weights:
         copied = Weights()
         copied._modules, copied._samples = [*self._modules], [*self._samples]
         copied._digests, copied._model = [*self._digests], self._model
+        copied._model_digest, copied._changed = self._model_digest, self._changed
         return copied
 
     def check(self, layer: int, module: torch.nn.Module) -> None:
@@ -127,11 +131,15 @@ class Weights:
                 "give each model a cache of its own, or reset() this one first"
             )
 
-    def bind(self, modules: list[Any]) -> None:
-        """A forward of these modules, all of them checked, has ended."""
-        if not self._modules:
-            self._modules = [weakref.ref(module) for module in modules]
-            self._samples = [_sample(module) for module in modules]
+    def after(self, modules: list[Any]) -> Weights:
+        """With a forward of these modules, all of them checked. Each one is looked at, for what
+        was changed may be changed back before keep() or save()."""
+        samples = [_sample(module) for module in modules]
+        after = self.copy()
+        after._changed = self._changed_since(samples)
+        if not after._modules:
+            after._bind(modules, samples)
+        return after
 
     def expect(self, digests: list[str]) -> None:
         """Only modules with these digests may go on."""
@@ -142,7 +150,10 @@ class Weights:
         """Only modules of this model, which has this number of layers, may go on."""
         self.forget()
         self._model = weakref.ref(model)
-        self.bind(_attention_modules(model, layers))
+        if modules := _attention_modules(model, layers):
+            self._bind(modules, [_sample(module) for module in modules])
+        else:
+            self._model_digest = model_digest(model)
 
     def are_of(self, model: torch.nn.Module) -> bool:
         """Whether what is held was computed by this model. BadStateError if that was before its
@@ -154,7 +165,10 @@ class Weights:
             self._known_modules("keep")
             return True
         if self._model is not None:
-            return self._model() is model
+            if self._model() is not model:
+                return False
+            self._check_unchanged("keep", [])
+            return True
         layers = {module_digest(each) for each in model.modules() if hasattr(each, "layer_idx")}
         return layers.issuperset(self._digests)
 
@@ -170,6 +184,9 @@ class Weights:
             )
         return [*self._digests]
 
+    def _bind(self, modules: list[Any], samples: list[str]) -> None:
+        self._modules, self._samples = [weakref.ref(module) for module in modules], samples
+
     def _known_modules(self, call: str) -> list[Any]:
         """The modules, with the weights that they had when they became known."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
@@ -178,13 +195,29 @@ class Weights:
                 "QuireCache: the model whose keys and values these are is gone, so save() cannot "
                 "note which it was; save while it is there"
             )
-        for layer, (module, sample) in enumerate(zip(modules, self._samples, strict=True)):
-            if _sample(module) != sample:
-                raise errors.BadStateError(
-                    f"QuireCache.{call}: weights of layer {layer} have changed since keys and "
-                    "values were computed with them; reset(), and compute them again"
-                )
+        self._check_unchanged(call, [_sample(module) for module in modules])
         return modules
+
+    def _check_unchanged(self, call: str, samples: list[str]) -> None:
+        changed = self._changed_since(samples)
+        if changed is not None:
+            raise errors.BadStateError(
+                f"QuireCache.{call}: weights of {changed} have changed since keys and values were "
+                "computed with them; reset(), and compute them again"
+            )
+
+    def _changed_since(self, samples: list[str]) -> str | None:
+        """Whose weights were others in some forward, or are by these samples; None = nobody's."""
+        if self._changed is not None:
+            return self._changed
+        if not self._modules:
+            model = None if self._model is None else self._model()
+            is_other = model is not None and self._model_digest not in ("", model_digest(model))
+            return "the model" if is_other else None
+        for layer, (known, now) in enumerate(zip(self._samples, samples, strict=True)):
+            if known != now:
+                return f"layer {layer}"
+        return None
 
 
 def _is_part(module: torch.nn.Module, model: torch.nn.Module | None) -> bool:

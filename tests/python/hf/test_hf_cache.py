@@ -326,7 +326,7 @@ def test_random_calls_against_dynamic_cache(llama):
 def test_the_code_of_the_page_runs(tiny, tmp_path, monkeypatch, capsys):
     page = Path(__file__).parents[3] / "docs" / "transformers.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     folder = shutil.copytree(tiny.directory, tmp_path / "model")
     # transformers writes special tokens as plain texts.
     config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ import pytest
 import quire
 import torch
 import transformers
-from hf_models import PAD, model, random_ids, reference
+from hf_models import MODELS, PAD, model, random_ids, reference
 
 from quire import hf
 
@@ -46,6 +47,19 @@ def new_cache(made: Any, **options: Any) -> hf.QuireCache:
 def run(made: Any, cache: hf.QuireCache, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     logits: torch.Tensor = made(ids, past_key_values=cache, **options).logits
     return logits
+
+
+def counted(mask: torch.Tensor) -> torch.Tensor:
+    """Positions that count the tokens of each row, as those of generate() do."""
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def padded(row: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row behind this much padding, and its mask."""
+    ids = torch.cat([torch.full((1, count), PAD), row], dim=1)
+    mask = torch.ones_like(ids)
+    mask[:, :count] = 0
+    return ids, mask
 
 
 def recomputed(made: Any, ids: torch.Tensor, border: int) -> torch.Tensor:
@@ -127,15 +141,180 @@ def test_rows_of_several_lengths_end_at_one_column(store: quire.ChunkStore, llam
     ids[1, :7] = PAD
     mask = torch.ones(2, 70, dtype=torch.long)
     mask[1, :7] = 0
+    positions = counted(mask)
     cache = new_cache(llama)
-    run(llama, cache, ids, attention_mask=mask)
+    run(llama, cache, ids, attention_mask=mask, position_ids=positions)
     assert cache.keep(store, ids, llama, chunk_tokens=CHUNK) == [64, 48]
     later = new_cache(llama)
     assert later.find(store, ids, llama, attention_mask=mask, chunk_tokens=CHUNK) == 55
-    rest = run(llama, later, ids[:, 55:], attention_mask=mask)
     expected = new_cache(llama)
-    run(llama, expected, ids[:, :55], attention_mask=mask[:, :55])
-    assert torch.equal(rest, run(llama, expected, ids[:, 55:], attention_mask=mask))
+    run(llama, expected, ids[:, :55], attention_mask=mask[:, :55], position_ids=positions[:, :55])
+    behind = {"attention_mask": mask, "position_ids": positions[:, 55:]}
+    rest = run(llama, later, ids[:, 55:], **behind)
+    assert torch.equal(rest, run(llama, expected, ids[:, 55:], **behind))
+    alone = new_cache(llama)
+    assert alone.find(store, ids[1:, 7:], llama, chunk_tokens=CHUNK) == 48
+    assert torch.equal(run(llama, alone, ids[1:, 55:]), recomputed(llama, ids[1:, 7:], 48))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_that_were_rotated_at_columns_are_not_kept(
+    store: quire.ChunkStore, name: str
+) -> None:
+    """A forward without position_ids counts padding. Others were given these keys as those of the
+    text without padding, with other logits."""
+    made, row = model(name), random_ids(1, 40)
+    ids, mask = padded(row, 5)
+    cache = new_cache(made)
+    run(made, cache, ids, attention_mask=mask)
+    for one in (cache, cache.fork()):
+        with pytest.raises(quire.BadStateError, match="keep: .* other positions than those of"):
+            one.keep(store, ids, made, chunk_tokens=CHUNK)
+    assert not store.list("ram")
+    cache.reset()
+    run(made, cache, ids, attention_mask=mask, position_ids=counted(mask))
+    assert cache.keep(store, ids, made, chunk_tokens=CHUNK) == [32]
+    later = new_cache(made)
+    assert later.find(store, row, made, chunk_tokens=CHUNK) == 32
+    # The products of another number of columns may round apart, unlike keys of other positions.
+    torch.testing.assert_close(
+        run(made, later, row[:, 32:]), recomputed(made, row, 32), rtol=0, atol=1e-3
+    )
+
+
+def test_keys_at_positions_of_the_callers_own_are_not_kept(
+    store: quire.ChunkStore, llama: Any, tmp_path: Path
+) -> None:
+    ids, columns = random_ids(1, 40), torch.arange(40)[None]
+    cache = new_cache(llama)
+    run(llama, cache, ids[:, :20], position_ids=columns[:, :20])
+    assert cache.keep(store, ids, llama, chunk_tokens=CHUNK) == [16]
+    run(llama, cache, ids[:, 20:], position_ids=columns[:, 20:] + 1)
+    cache.crop(-10)
+    run(llama, cache, ids[:, 30:], position_ids=columns[:, 30:])
+    cache.save(tmp_path / "saved")
+    loaded = new_cache(llama)
+    loaded.load(tmp_path / "saved")
+    for one in (cache, loaded):
+        with pytest.raises(quire.BadStateError, match="keep: .* other positions"):
+            one.keep(store, ids, llama, chunk_tokens=CHUNK)
+    cache.crop(-40)
+    run(llama, cache, ids, position_ids=columns)
+    assert cache.keep(store, ids, llama, chunk_tokens=CHUNK) == [32]
+
+
+def test_a_folder_that_does_not_tell_positions_is_not_kept(
+    store: quire.ChunkStore, llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, real = random_ids(1, 40), json.dumps
+    cache = new_cache(llama)
+    run(llama, cache, ids)
+
+    def without(fields: dict[str, Any], **options: Any) -> str:
+        return real({name: fields[name] for name in fields if name != "counted"}, **options)
+
+    monkeypatch.setattr(json, "dumps", without)
+    cache.save(tmp_path / "saved")
+    monkeypatch.undo()
+    loaded = new_cache(llama)
+    loaded.load(tmp_path / "saved")
+    with pytest.raises(quire.BadStateError, match="keep: .* other positions"):
+        loaded.keep(store, ids, llama, chunk_tokens=CHUNK)
+
+
+def test_a_model_that_does_not_tell_positions_is_not_kept(store: quire.ChunkStore) -> None:
+    """Its attention is not given any."""
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.PersimmonConfig(vocab_size=160, num_attention_heads=4, **sizes)
+    made: Any = transformers.PersimmonForCausalLM(config)
+    made.set_attn_implementation("quire")
+    ids, cache = random_ids(1, 40), new_cache(made)
+    run(made.eval(), cache, ids)
+    with pytest.raises(quire.BadStateError, match="keep: .* or the model does not say"):
+        cache.keep(store, ids, made, chunk_tokens=CHUNK)
+    run(made, cache, ids)
+
+
+def test_forwards_after_what_was_found_must_count_tokens(
+    store: quire.ChunkStore, llama: Any, tmp_path: Path
+) -> None:
+    """A forward without position_ids counts padding, which the found keys do not."""
+    row = random_ids(1, 40)
+    cache = new_cache(llama)
+    run(llama, cache, row)
+    cache.keep(store, row, llama, chunk_tokens=CHUNK)
+    ids, mask = padded(row, 5)
+    later = new_cache(llama)
+    assert later.find(store, ids, llama, attention_mask=mask, chunk_tokens=CHUNK) == 37
+    later.save(tmp_path / "saved")
+    loaded = new_cache(llama)
+    loaded.load(tmp_path / "saved")
+    held = later.kv_cache.state_digest()
+    for one in (later, later.fork(), loaded):
+        for positions in (None, torch.arange(36, 44)[None]):
+            with pytest.raises(quire.BadStateError, match="positions .* found .*position_ids"):
+                run(llama, one, ids[:, 37:], attention_mask=mask, position_ids=positions)
+        assert one.get_seq_length() == 37
+    assert later.kv_cache.state_digest() == held
+    for one in (later, later.fork(), loaded):
+        rest = {"attention_mask": mask, "position_ids": counted(mask)[:, 37:]}
+        assert torch.equal(run(llama, one, ids[:, 37:], **rest), recomputed(llama, row, 32))
+    later.reset()
+    run(llama, later, ids, attention_mask=mask)  # it is the caller's again
+
+
+@pytest.mark.parametrize(("beams", "columns"), [(1, 48), (3, 40)])
+def test_generate_with_padding_is_kept_and_goes_on(
+    store: quire.ChunkStore, llama: Any, beams: int, columns: int
+) -> None:
+    """Of beams the prompts: what comes behind them is in another order than the answers."""
+    ids, mask = random_ids(2, 40), torch.ones(2, 60, dtype=torch.long)
+    ids[1, :7] = PAD
+    mask[1, :7] = 0
+    cache = new_cache(llama)
+    options = {"num_beams": beams, "num_return_sequences": beams, "max_new_tokens": 12}
+    ids = llama.generate(ids, past_key_values=cache, attention_mask=mask[:, :40], **options)
+    cache.crop(columns - cache.get_seq_length())
+    rows = [*range(2 * beams)][::-1]
+    cache.reorder_cache(torch.tensor(rows))
+    ids, mask = ids[rows][:, :columns], mask.repeat_interleave(beams, dim=0)[rows]
+    for _ in range(2):
+        shown = mask[:, : ids.shape[1]]
+        tokens = shown.sum(dim=1)
+        assert cache.keep(store, ids, llama, chunk_tokens=CHUNK) == (
+            (tokens // CHUNK * CHUNK).tolist()
+        )
+        cache = new_cache(llama)
+        found = cache.find(store, ids, llama, attention_mask=shown, chunk_tokens=CHUNK)
+        assert found == ((shown == 0).sum(dim=1) + (tokens - 1) // CHUNK * CHUNK).min()
+        options = {"attention_mask": shown, "max_new_tokens": 6}
+        answers = llama.generate(ids, past_key_values=cache, **options)
+        with reference(llama):
+            other = transformers.DynamicCache()
+            assert torch.equal(answers, llama.generate(ids, past_key_values=other, **options))
+        ids = answers[:, :-1]
+
+
+def test_a_mask_that_the_caller_writes_to_later_is_a_copy(
+    store: quire.ChunkStore, llama: Any, tmp_path: Path
+) -> None:
+    """A mask of bools was not: what was saved could not be loaded."""
+    row = random_ids(1, 40)
+    cache = new_cache(llama)
+    run(llama, cache, row)
+    cache.keep(store, row, llama, chunk_tokens=CHUNK)
+    ids, mask = padded(row, 5)
+    bools = mask.bool()
+    later = new_cache(llama)
+    assert later.find(store, ids, llama, attention_mask=bools, chunk_tokens=CHUNK) == 37
+    bools[:] = True
+    later.save(tmp_path / "saved")
+    loaded = new_cache(llama)
+    loaded.load(tmp_path / "saved")
+    rest = {"attention_mask": mask, "position_ids": counted(mask)[:, 37:]}
+    expected = recomputed(llama, row, 32)
+    for one in (loaded, later):
+        assert torch.equal(run(llama, one, ids[:, 37:], **rest), expected)
 
 
 def test_equal_rows_are_found_once(store: quire.ChunkStore, llama: Any) -> None:
@@ -203,6 +382,31 @@ def test_keys_of_the_weights_before_are_not_kept(store: quire.ChunkStore) -> Non
         later.keep(store, ids, changing, chunk_tokens=CHUNK)
 
 
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_keys_of_weights_that_were_changed_for_one_forward_are_not_kept(
+    store: quire.ChunkStore, tmp_path: Path, is_forked: bool
+) -> None:
+    """And changed back: all samples were those of the beginning."""
+    ids, changing = random_ids(1, 40), model("llama", seed=3)
+    cache = new_cache(changing)
+    run(changing, cache, ids[:, :20])
+    weight = changing.model.layers[1].self_attn.k_proj.weight
+    before = weight.data.clone()
+    weight.data.mul_(-1)
+    run(changing, cache, ids[:, 20:30])
+    weight.data.copy_(before)
+    cache = cache.fork() if is_forked else cache
+    run(changing, cache, ids[:, 30:])
+    with pytest.raises(quire.BadStateError, match="keep: weights of layer 1 have changed"):
+        cache.keep(store, ids, changing, chunk_tokens=CHUNK)
+    with pytest.raises(quire.BadStateError, match="save: weights of layer 1 have changed"):
+        cache.save(tmp_path / "saved")
+    assert not store.list("ram")
+    cache.reset()
+    run(changing, cache, ids)
+    assert cache.keep(store, ids, changing, chunk_tokens=CHUNK) == [32]
+
+
 class _Tuned(torch.nn.Module):
     """A projection with two adapters, as PEFT's layers are."""
 
@@ -251,6 +455,26 @@ def test_keys_of_another_adapter_are_not_found(store: quire.ChunkStore, tmp_path
             run(made, loaded, ids[:, :3])
         setattr(tuned, name, before)
     assert found() == 32
+
+
+def test_keys_of_a_turn_without_its_adapter_are_not_kept(store: quire.ChunkStore) -> None:
+    """As in `with model.disable_adapter():`."""
+    ids, made = random_ids(1, 40), model("llama", seed=3)
+    attention = made.model.layers[1].self_attn
+    attention.k_proj = tuned = _Tuned(attention.k_proj)
+    cache = new_cache(made)
+    run(made, cache, ids)
+    cache.keep(store, ids, made, chunk_tokens=CHUNK)
+    found = new_cache(made)
+    assert found.find(store, ids, made, chunk_tokens=CHUNK) == 32
+    tuned.disable_adapters = True
+    more = random_ids(1, 20, seed=1)
+    run(made, found, more)
+    tuned.disable_adapters = False
+    whole = torch.cat([ids[:, :32], more], dim=1)
+    with pytest.raises(quire.BadStateError, match="keep: weights of layer 1 have changed"):
+        found.keep(store, whole, made, chunk_tokens=CHUNK)
+    assert len(store.list("ram")) == 2
 
 
 _LONGROPE = {
@@ -374,6 +598,30 @@ def test_what_cannot_be_told_of_a_model_is_not_saved(
         cache.save(tmp_path / "saved")
     run(llama, cache, ids[:, 32:])
     cache.save(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_was_found_is_kept_for_the_weights_of_then_alone(
+    store: quire.ChunkStore, goes_on: bool
+) -> None:
+    """Of a model whose attention cannot be told no sample is taken at find()."""
+    ids, changing = random_ids(1, 40), model("llama", seed=3)
+    cache = new_cache(changing)
+    run(changing, cache, ids)
+    cache.keep(store, ids, changing, chunk_tokens=CHUNK)
+    wrapped: Any = torch.nn.Module()
+    wrapped.config, wrapped.own, wrapped.extra = changing.config, changing, torch.nn.Identity()
+    wrapped.extra.layer_idx, wrapped.extra.is_causal = 0, True
+    wrapped.state_dict = changing.state_dict
+    assert cache.find(store, ids, wrapped, chunk_tokens=CHUNK) == 32
+    assert cache.fork().keep(store, ids, wrapped, chunk_tokens=CHUNK) == [32]
+    changing.model.layers[0].self_attn.q_proj.weight.data *= 1.5
+    if goes_on:
+        run(changing, cache, ids[:, 32:])
+    for one in (cache, cache.fork()):
+        with pytest.raises(quire.BadStateError, match="keep: weights of the model have changed"):
+            one.keep(store, ids, wrapped, chunk_tokens=CHUNK)
+    assert len(store.list("ram")) == 2
 
 
 def test_of_padding_alone_nothing_is_found(store: quire.ChunkStore, llama: Any) -> None:

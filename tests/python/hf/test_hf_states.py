@@ -528,6 +528,8 @@ def test_ids_that_are_no_integers_are_not_saved(cache, tmp_path, dtype):
         ("input_ids", [[1] * 12, [1] * 11]),
         ("input_ids", [[1] * 12, [2**63] * 12]),
         ("weights", [1]),
+        ("counted", 1),
+        ("must_count", None),
         ("version", 2),
         ("version", None),
     ],
