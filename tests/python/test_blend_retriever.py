@@ -3,6 +3,7 @@ late, damaged or cancelled. Loads are held back by events; no test sleeps."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
@@ -51,7 +52,7 @@ class HeldSource:
     def __init__(self, *segments: list[int]) -> None:
         self._memory = memory(*segments)
         self.gates: dict[tuple[int, int], threading.Event] = {}
-        self.failures: dict[tuple[int, int], Exception] = {}
+        self.failures: dict[tuple[int, int], BaseException] = {}
         self.loaded: list[tuple[int, int]] = []
         self.entered = threading.Event()
 
@@ -341,6 +342,57 @@ def test_what_a_source_raises_is_told(
         "computed: test_blend_retriever.test_what_a_source_raises_is_told.<locals>.Unprintable: "
         "<exception str() failed>",
     ]
+
+
+@pytest.mark.parametrize("failure", [OSError("gone"), SystemExit(3), asyncio.CancelledError()])
+@pytest.mark.parametrize("place", ["layer_count", "find", "load"])
+def test_a_thread_outlives_what_a_source_raises(
+    open_retriever: Any, place: str, failure: BaseException
+) -> None:
+    """It ended the thread that nobody then replaced, and `result` waited for ever."""
+
+    class Source(HeldSource):
+        is_failing = False
+
+        def _fail_in(self, what: str) -> None:
+            if what == place and self.is_failing and threading.current_thread() in threads:
+                raise failure
+
+        @property
+        def layer_count(self) -> int:  # type: ignore[override]
+            self._fail_in("layer_count")
+            return LAYERS
+
+        def find(self, tokens: Any) -> Any:
+            self._fail_in("find")
+            found = super().find(tokens)
+            load = found.load
+            found.load = lambda layer: self._fail_in("load") or load(layer)
+            return found
+
+    threads: list[threading.Thread] = []
+    source = Source(A)
+    retriever = open_retriever(source, threads=1)
+    threads.extend(retriever._jobs.threads)
+    source.is_failing = True
+    for _ in range(2):
+        task = retriever.new_request([A], [[]])
+        for layer in range(LAYERS):
+            assert lists(task.result(layer, timeout=30))[0] == [0] * 3
+    source.is_failing = False
+    task = retriever.new_request([A], [[]])
+    assert lists(task.result(LAYERS - 1, timeout=30))[0] == [1] * 3
+
+
+def test_what_ends_a_load_after_the_selection_is_raised(open_retriever: Any) -> None:
+    source = HeldSource(A)
+    source.failures[(A[0], 2)] = SystemExit(3)
+    gate = source.hold(A, 2)
+    task = open_retriever(source, threads=1).new_request([A], [[]])
+    assert lists(task.result(1, timeout=30))[0] == [1] * 3
+    gate.set()
+    with pytest.raises(SystemExit):
+        task.result(2, timeout=30)
 
 
 class LyingSegment:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 import quire
 from quire import snapshot
@@ -193,6 +194,31 @@ def test_command_saves_and_restores(
     assert warm["usage"]["cached_tokens"] == len(PROMPT) + 3  # the last one gives the logits
     sampler = json.loads(snapshot.info(file).sampler)
     assert sampler["max_tokens"] == 5 and sampler["seed"] == 7 and sampler["temperature"] == 0
+
+
+def test_command_goes_on_in_the_middle_of_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What followed began with the special token of a text's beginning."""
+    tiny = TinyModel(tmp_path / "model")
+    begin = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tiny.tokenizer.post_processor = begin
+    tiny.tokenizer.save(str(tiny.directory / "tokenizer.json"))
+    file, text = str(tmp_path / "text.quire"), " and what follows"
+    model = [str(tiny.directory), "--dtype", "float32", "--threads", "1"]
+    assert run("save", file, *model, "--prompt", "The quick", "--raw") == 0
+    kept = snapshot.info(file).tokens
+    assert kept[0] == 0 and 0 not in kept[1:]
+    capsys.readouterr()
+    assert run("restore", file, *model, "--prompt", text, "--max-tokens", "6", "--json") == 0
+    restored = json.loads(capsys.readouterr().out)
+    more = tiny.tokenizer.encode(text, add_special_tokens=False).ids
+    with open_engine(tiny.directory) as engine:
+        whole = engine.generate(kept + more, max_tokens=6)
+    assert restored["usage"]["prompt_tokens"] == len(kept) + len(more)
+    assert restored["ids"] == whole.ids
 
 
 @pytest.fixture

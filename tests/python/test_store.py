@@ -561,6 +561,9 @@ WRONG_WORDS = {
     "prefetch DIR --prompt-ids 1": "--kv-redis",
     "pin redis://h:1 KEY": "no effect on Redis",
     "quota redis://h:1 1": "no effect on Redis",
+    "rm redis://h:1 --all --model DIR": "--all removes the chunks of all models",
+    "prefetch DIR KEY --kv-redis redis://h:1": "give STORE, and a prompt",
+    "prefetch DIR --kv-redis redis://h:1": "name chunks by a prompt",
 }
 
 
@@ -576,6 +579,45 @@ def test_words_that_do_not_go_together(
     assert (code, out) == (2, ""), err
     assert WRONG_WORDS[words] in err and err.count("\n") == 1
     assert contents(folder) == before
+
+
+def test_help_names_what_an_action_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It offered keys to prefetch, and had --all and quota do what they do not."""
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = run(capsys, "store", "--help")
+    help = " ".join(out.split())
+    assert code == 0
+    assert "prefetch STORE PROMPT " in help and "prefetch STORE CHUNKS" not in help
+    assert "on Redis: all of a salt, of all models" in help
+    assert "rm: all of the model and the salt; on Redis of all models" in help
+    assert "until those of each element type and kernel path take SIZE" in help
+
+
+def test_a_quota_is_that_of_each_element_type(
+    tiny: TinyModel, model: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kv"
+    for dtype in ("float32", "bfloat16"):
+        with open_engine(tiny, dtype=dtype, kv_dir=folder) as engine:
+            engine.generate(PROMPT, max_tokens=1)
+            engine.flush_store()
+
+    def bytes_of_each() -> dict[str, int]:
+        each: dict[str, int] = {}
+        for line in run(capsys, "store", "ls", str(folder), "--json")[1].splitlines():
+            chunk = json.loads(line)
+            each[chunk["fingerprint"]] = each.get(chunk["fingerprint"], 0) + chunk["bytes"]
+        return each
+
+    before = bytes_of_each()
+    assert len(before) == 2
+    small, large = sorted(before, key=lambda fingerprint: before[fingerprint])
+    size = before[large] - 1
+    assert run(capsys, "store", "quota", str(folder), str(size), "--model", model[0])[0] == 0
+    after = bytes_of_each()
+    assert after[small] == before[small] and after[large] <= size
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

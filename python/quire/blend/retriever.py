@@ -84,7 +84,7 @@ class _Segment:
     is_over: bool = False  # a miss, late, or failed before a selection: its rows are invalid
     layers: set[int] = dataclasses.field(default_factory=set)  # that are there
     # Layers that failed when the segment's rows could no longer become invalid: why, and where.
-    failures: dict[int, tuple[Exception, TracebackType | None]] = dataclasses.field(
+    failures: dict[int, tuple[BaseException, TracebackType | None]] = dataclasses.field(
         default_factory=dict
     )
 
@@ -100,7 +100,7 @@ class _SourceFailures:
         self._lock = threading.Lock()
         self._tell = OncePerCause(_log.error)
 
-    def tell(self, what: str, failure: Exception) -> None:
+    def tell(self, what: str, failure: BaseException) -> None:
         # Also of one whose own text cannot be made.
         why = "".join(traceback.format_exception_only(failure)).strip()
         with self._lock:
@@ -229,12 +229,13 @@ class BlendRetrieverTask:
             return values
         return sys.modules["torch"].from_numpy(values)
 
-    # ---- On the retriever's threads.
+    # ---- On the retriever's threads, which outlive whatever a source raises: SystemExit, too.
 
-    def _find(self, segment: _Segment) -> bool:
-        """Whether there is something to load."""
+    def _find(self, segment: _Segment) -> range:
+        """The layers that are to be loaded."""
+        nothing = range(0)
         if self._is_over(segment):
-            return False
+            return nothing
         try:
             found = self._source.find(segment.tokens)
             count = operator.index(found.token_count)
@@ -243,7 +244,8 @@ class BlendRetrieverTask:
                 raise errors.CorruptError(
                     f"blend: {count} tokens were found, and {len(positions)} positions"
                 )
-        except Exception as failure:
+            layers = range(self._source.layer_count)
+        except BaseException as failure:
             count = 0
             if not self._is_over(segment):
                 self._failures.tell("the source could not look for a segment", failure)
@@ -253,7 +255,7 @@ class BlendRetrieverTask:
             elif not segment.is_over:
                 segment.found, segment.positions = found, positions
             self._changed.notify_all()
-            return not segment.is_over
+            return nothing if segment.is_over else layers
 
     def _load(self, segment: _Segment, layer: int) -> None:
         if self._is_over(segment) or segment.found is None:
@@ -265,7 +267,7 @@ class BlendRetrieverTask:
                 if not segment.is_over:
                     self._put(segment, layer, k, v)
                     self._changed.notify_all()
-        except Exception as failure:
+        except BaseException as failure:
             self._failed(segment, layer, failure)
 
     def _put(self, segment: _Segment, layer: int, k: Any, v: Any) -> None:
@@ -284,7 +286,7 @@ class BlendRetrieverTask:
         with self._changed:
             return self._cancelled or segment.is_over
 
-    def _failed(self, segment: _Segment, layer: int, failure: Exception) -> None:
+    def _failed(self, segment: _Segment, layer: int, failure: BaseException) -> None:
         with self._changed:
             is_raised = self._settled and not segment.is_over
             if is_raised:
@@ -388,8 +390,8 @@ def _do_next(jobs: _Jobs) -> bool:
         return True
     if job.layer >= 0:
         task._load(job.segment, job.layer)
-    elif task._find(job.segment):
-        layers = range(job.owner._source.layer_count)
+    else:
+        layers = task._find(job.segment)
         jobs.add([job.owner._job(layer, task, job.segment) for layer in layers])
     if jobs.closed:
         task.cancel()

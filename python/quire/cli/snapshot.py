@@ -131,7 +131,8 @@ def _restore(options: argparse.Namespace, file: str, model: str | None) -> int:
         seconds = time.monotonic() - start
         more = options.prompt_ids or []
         if options.prompt is not None:
-            more = engine.tokenizer.encode(options.prompt)
+            # The kept text has the special tokens of a beginning.
+            more = engine.tokenizer.encode(options.prompt, add_special_tokens=False)
         sampling = merged(_sampling_of(info), arguments.given(options, arguments.SAMPLING))
         if options.json:
             result = engine.generate(info.tokens + more, **sampling)

@@ -27,14 +27,17 @@ rediss://...?ca=FILE.
   quire store stats STORE                 counts
   quire store verify STORE                reads and checks everything, removes what is damaged
   quire store gc STORE                    removes what is expired, over the quota or left over
-  quire store rm STORE CHUNKS             removes chunks; --all: all of a model and a salt
+  quire store rm STORE CHUNKS             removes chunks; --all: all of a model and a salt,
+                                          on Redis: all of a salt, of all models
   quire store ttl STORE SECONDS CHUNKS    lets chunks expire in SECONDS; 0 = never
   quire store pin STORE CHUNKS            evicts chunks last (priority 100)
   quire store unpin STORE CHUNKS          evicts them as all others (priority 50)
-  quire store quota STORE SIZE            evicts chunks of a model and a salt until they take SIZE
-  quire store prefetch STORE CHUNKS       brings chunks from Redis (--kv-redis URL) into the folder
+  quire store quota STORE SIZE            evicts chunks of a model and a salt until those of each
+                                          element type and kernel path take SIZE
+  quire store prefetch STORE PROMPT       brings a prompt's chunks from Redis (--kv-redis URL) into
+                                          the folder
 
-CHUNKS are KEYs as ls prints them, or a prompt: --prompt, --prompt-file or --prompt-ids, with
+CHUNKS are KEYs as ls prints them, or a PROMPT: --prompt, --prompt-file or --prompt-ids, with
 --model and, if requests had one, --cache-salt. Redis does not know models: a prompt's token ids
 count there, whichever model computed them.
 
@@ -54,7 +57,7 @@ _WORDS: dict[str, tuple[int, int | None, str]] = {
     "pin": (1, None, "STORE, and KEYs or a prompt"),
     "unpin": (1, None, "STORE, and KEYs or a prompt"),
     "quota": (2, 2, "STORE and SIZE"),
-    "prefetch": (1, 1, "STORE"),
+    "prefetch": (1, 1, "STORE, and a prompt by --prompt, --prompt-file or --prompt-ids"),
 }
 _LOOKING = ("ls", "get", "stats")
 _FOLDER_ONLY = ("pin", "unpin", "quota", "prefetch")
@@ -76,7 +79,11 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--output", type=ranges.place, metavar="FILE", help="get: where the chunk's bytes go"
     )
-    command.add_argument("--all", action="store_true", help="rm: all of the model and the salt")
+    command.add_argument(
+        "--all",
+        action="store_true",
+        help="rm: all of the model and the salt; on Redis of all models",
+    )
     chunks = command.add_argument_group("chunks")
     chunks.add_argument(
         "--model",
@@ -182,8 +189,15 @@ def _check_effect(options: argparse.Namespace) -> None:
         refuse(given("all", "model", "cache_salt", *_PROMPT), "has no effect beside keys")
     if options.all:
         refuse(sources, "has no effect beside --all")
+    if options.all and redis_url.is_url(options.words[0]):
+        refuse(
+            given("model"),
+            "has no effect on Redis, which does not know models: there --all removes the chunks of "
+            "all models",
+        )
     if not (named or sources or options.all):
-        raise UsageError(f"store {action}: name chunks by their keys, or by a prompt")
+        keys = "" if action == "prefetch" else "their keys, or by "
+        raise UsageError(f"store {action}: name chunks by {keys}a prompt")
 
 
 def _amount(options: argparse.Namespace) -> Any:

@@ -290,14 +290,11 @@ int64_t TvmKVCacheObj::GetNumAvailablePages() {
 
 void TvmKVCacheObj::BeginForward(const tf::Shape& seq_ids, const tf::Shape& append_lengths,
                                  const tf::Optional<tf::Shape>& parents) {
-  if (!imports_.empty() || transfer_ != nullptr) {
-    for (const int64_t id : seq_ids) {
-      RefuseImporting("kv_state_begin_forward", id);
-      if (transfer_ != nullptr) latch_.Run([&] { return transfer_->TakeOver(id); });
-    }
-  }
+  const char* call = "kv_state_begin_forward";
   const std::span<const int64_t> ids = TvmSpanOf(seq_ids);
   const std::span<const int64_t> lengths = TvmSpanOf(append_lengths);
+  for (const int64_t id : ids) RefuseImporting(call, id);
+  if (transfer_ != nullptr) latch_.Run([&] { return transfer_->TakeOver(call, ids); });
   std::vector<uint8_t> hidden(has_latent_ ? ids.size() : 0);
   if (parents.has_value()) {
     TvmTrees::Round round = trees_.Plan(ids, lengths, TvmSpanOf(*parents));

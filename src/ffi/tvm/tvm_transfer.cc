@@ -75,13 +75,29 @@ Status TvmTransferPeer::MarkSend(int64_t seq_id, int64_t begin, int64_t length,
   return cache_->DisaggMarkSend(seq_id, begin, std::span(&map, 1), pe_offset, 0);
 }
 
-Status TvmTransferPeer::TakeOver(int64_t seq_id) {
+Status TvmTransferPeer::RequireComplete(const char* call, const Reservation& reservation) const {
+  QUIRE_ASSIGN_OR_RETURN(const ReceiveProgress progress,
+                         cache_->GetReceiveProgress(reservation.map.epoch));
+  if (progress.complete == reservation.map.count) return Status();
+  std::string why = std::string(call) + ": sequence " + std::to_string(reservation.seq_id) +
+                    " receives " + std::to_string(reservation.map.count) + " tokens, and token " +
+                    std::to_string(progress.complete) + " of them is not complete in every layer";
+  if (!progress.failure.ok()) why += " (" + progress.failure.ToString() + ")";
+  return Status(StatusCode::kBadState,
+                why + "; call again when it is, or remove or pop what was reserved");
+}
+
+Status TvmTransferPeer::TakeOver(const char* call, std::span<const int64_t> seq_ids) {
   const std::lock_guard lock(mutex_);
   Prune();
+  std::vector<const Reservation*> pending;
   for (const Reservation& reservation : reservations_) {
-    if (reservation.seq_id != seq_id) continue;
-    QUIRE_RETURN_IF_ERROR(cache_->DisaggCommitRecv(reservation.map.epoch, reservation.map.count));
+    if (std::ranges::find(seq_ids, reservation.seq_id) == seq_ids.end()) continue;
+    QUIRE_RETURN_IF_ERROR(RequireComplete(call, reservation));
+    pending.push_back(&reservation);
   }
+  for (const Reservation* reservation : pending)
+    QUIRE_RETURN_IF_ERROR(cache_->DisaggCommitRecv(reservation->map.epoch, reservation->map.count));
   Prune();
   return Status();
 }

@@ -46,8 +46,8 @@ class TvmTransferPeer {
   // `length`: tokens that the sequence has.
   Status MarkSend(int64_t seq_id, int64_t begin, int64_t length, std::span<const int64_t> slots,
                   int64_t pe_offset);
-  // If all of the sequence's pending tokens are there, they count from now on.
-  Status TakeOver(int64_t seq_id);
+  // The pending tokens of these sequences count from now on. BadState unless all of them are there.
+  Status TakeOver(const char* call, std::span<const int64_t> seq_ids);
 
  private:
   friend class TvmTransferHub;
@@ -57,6 +57,7 @@ class TvmTransferPeer {
   };
   // Forgets those that are over.
   void Prune();
+  Status RequireComplete(const char* call, const Reservation& reservation) const;
 
   const std::shared_ptr<TvmTransferHub> hub_;
   KVTransfer* const cache_;

@@ -35,6 +35,29 @@ def test_b16_b18_a_prefill_of_two_layers_goes_on_in_another_cache(as_tvm: bool) 
     receiver.digest()
 
 
+def test_a_refused_forward_takes_over_nothing(installed: None) -> None:
+    """What had come of the sequences before the one that was refused counted."""
+    sender, receiver = (OneCache(transfer=True) for _ in range(2))
+    for seq in (0, 1):
+        sender.add_sequence(seq)
+        receiver.add_sequence(seq)
+        slots = receiver.kv_cache_disagg_prepare_recv(seq, 5)
+        sender.kv_cache_disagg_mark_send(seq, 0, slots, 1)
+    sender.add_sequence(2)
+    sender.forward([2], [3])
+    receiver.prepare_import(2, sender.get_checkpoint_metadata(2))
+    sender.forward([0], [5])
+    before = receiver.digest()
+    for batch, why in (([0, 1], "not complete"), ([0, 2], "is being imported")):
+        with pytest.raises(quire.BadStateError, match=why):
+            receiver.begin(batch, [1, 1])
+        assert receiver.digest() == before
+    sender.forward([1], [5])
+    receiver.forward([0, 1], [1, 1])
+    assert [receiver.get_sequence_length(seq) for seq in (0, 1)] == [6, 6]
+    receiver.digest()
+
+
 def test_b16_a_refused_mark_sends_nothing_and_leaves_all_as_it_was(as_tvm: bool) -> None:
     sender, receiver = (OneCache(transfer=True) for _ in range(2))
     for cache in (sender, receiver):
