@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/check.h"
-#include "kv/recurrent/recurrent_layout.h"
 
 namespace quire {
 namespace {
@@ -29,7 +28,10 @@ std::unique_ptr<CompositeState> JoinStates(const std::shared_ptr<AttentionKVCach
 StateSizes StateSizesOf(std::span<const RecurrentLayerSpec> layers) {
   StateSizes sizes;
   for (const RecurrentLayerSpec& layer : layers) {
-    const int64_t bytes = LayoutOfLayer(layer).state_size() * static_cast<int64_t>(sizeof(float));
+    const int64_t floats = layer.kind == RecurrentLayerKind::kConvolution
+                               ? (layer.width - 1) * layer.num_channels
+                               : layer.num_heads * layer.key_dim * layer.value_dim;
+    const int64_t bytes = floats * static_cast<int64_t>(sizeof(float));
     sizes.all += bytes;
     sizes.largest = std::max(sizes.largest, bytes);
   }

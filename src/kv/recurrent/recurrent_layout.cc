@@ -63,6 +63,21 @@ Status CheckCounts(const RecurrentCacheOptions& options) {
   return Status();
 }
 
+RecurrentLayerLayout LayoutOf(const RecurrentLayerSpec& spec) {
+  RecurrentLayerLayout layer;
+  layer.convolution = spec.kind == RecurrentLayerKind::kConvolution;
+  if (layer.convolution) {
+    layer.channels = {.channel_count = spec.num_channels, .width = spec.width};
+  } else {
+    layer.matrix = {.head_count = spec.num_heads,
+                    .key_head_count = spec.num_key_heads,
+                    .key_dim = spec.key_dim,
+                    .value_dim = spec.value_dim,
+                    .delta_rule = spec.kind == RecurrentLayerKind::kGatedDelta};
+  }
+  return layer;
+}
+
 // In double first: the exact numbers may not fit.
 Status CheckStorage(const RecurrentCacheOptions& options, const RecurrentLayout& layout) {
   const double kept = static_cast<double>(options.recent_checkpoints) +
@@ -92,21 +107,6 @@ Status CheckStorage(const RecurrentCacheOptions& options, const RecurrentLayout&
 
 }  // namespace
 
-RecurrentLayerLayout LayoutOfLayer(const RecurrentLayerSpec& spec) {
-  RecurrentLayerLayout layer;
-  layer.convolution = spec.kind == RecurrentLayerKind::kConvolution;
-  if (layer.convolution) {
-    layer.channels = {.channel_count = spec.num_channels, .width = spec.width};
-  } else {
-    layer.matrix = {.head_count = spec.num_heads,
-                    .key_head_count = spec.num_key_heads,
-                    .key_dim = spec.key_dim,
-                    .value_dim = spec.value_dim,
-                    .delta_rule = spec.kind == RecurrentLayerKind::kGatedDelta};
-  }
-  return layer;
-}
-
 int64_t RecurrentLayout::storage_bytes() const {
   const int64_t floats =
       StateSlotCount(history) * slot_size + InputBlockCount(history) * block_size;
@@ -119,7 +119,7 @@ Result<RecurrentLayout> MakeRecurrentLayout(const RecurrentCacheOptions& options
   for (size_t l = 0; l < options.layers.size(); ++l) {
     const RecurrentLayerSpec& spec = options.layers[l];
     const std::string name = "layers[" + std::to_string(l) + "]";
-    RecurrentLayerLayout layer = LayoutOfLayer(spec);
+    RecurrentLayerLayout layer = LayoutOf(spec);
     QUIRE_RETURN_IF_ERROR(layer.convolution ? CheckConvolution(spec, name)
                                             : CheckMatrix(spec, name));
     layer.state_offset = layout.slot_size;

@@ -34,9 +34,6 @@ struct RecurrentLayerLayout {
   }
 };
 
-// One layer that stands alone: both offsets are 0.
-RecurrentLayerLayout LayoutOfLayer(const RecurrentLayerSpec& spec);
-
 struct RecurrentLayout {
   std::vector<RecurrentLayerLayout> layers{};
   int64_t slot_size = 0;
