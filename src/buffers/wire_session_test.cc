@@ -596,7 +596,7 @@ TEST(WireSession, AnswersOfAStoreHoldAtMostTheStoresCapacity) {
       << "it is looked up when there is room";
 }
 
-// Each waiting get counts as an answer: it is not read from who does not read.
+// Each get that waits counts as an answer: nothing is read from a client that does not read.
 TEST(WireSession, GetsThatWaitAreBounded) {
   Pair pair(4);
   pair.Exchange();
@@ -620,7 +620,7 @@ TEST(WireSession, GetsThatWaitAreBounded) {
   EXPECT_TRUE(pair.server->is_open());
 }
 
-// Whoever sits at the port: no secret was shown.
+// Any process may listen at the port: it has shown no secret yet.
 TEST(WireSession, AGoodbyeHasNoTensors) {
   for (const bool is_open : {false, true}) {
     Pair pair;
