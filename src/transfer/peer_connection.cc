@@ -360,27 +360,19 @@ TransferLoad PeerConnection::load() const {
 // -------------------------------------------------------------------------------------- receiving
 
 Status PeerConnection::SetReceiver(KVTransfer* receiver) {
-  if (receiver == nullptr) return DropReceiver();
-  return GuardEntry([&]() -> Status {
-    const std::lock_guard session_lock(session_mutex_);
-    if (session_.receives().receiver() != nullptr) {
+  std::unique_lock session_lock(session_mutex_);
+  const Status told = GuardEntry([&]() -> Status {
+    if (receiver != nullptr && session_.receives().receiver() != nullptr) {
       return Status(StatusCode::kBadState,
                     "SetReceiver: a cache receives over this connection already; a connection has "
                     "one receiver");
     }
-    QUIRE_RETURN_IF_ERROR(CheckStaging(receiver->staging().limit));
+    if (receiver != nullptr) QUIRE_RETURN_IF_ERROR(CheckStaging(receiver->staging().limit));
     session_.receives().SetReceiver(receiver);
     return Status();
   });
-}
-
-// The receiver may be gone when this returns. No further part is stored in it.
-Status PeerConnection::DropReceiver() noexcept {
-  std::unique_lock session_lock(session_mutex_);
-  const Status told = GuardEntry([&] {
-    session_.receives().SetReceiver(nullptr);
-    return Status();
-  });
+  if (receiver != nullptr) return told;
+  // The one before may be gone when this returns, whatever was refused.
   if (!told.ok()) {
     // The peer does not know which transfers are over, and would wait for their parts' credits.
     session_.Lose(told);

@@ -82,6 +82,7 @@ class PeerConnection final : public TransferPeer,
   TransferLoad load() const override;
   void Close() noexcept override;
 
+  // OutOfMemory for null: the peer could not be told, and the connection is over.
   Status SetReceiver(KVTransfer* receiver) override;
   Status Request(const TransferJob& job, const ReceiveMap& map) override;
   Status Cancel(uint64_t epoch, const Status& why) override;
@@ -110,9 +111,6 @@ class PeerConnection final : public TransferPeer,
   void OnSendOver(uint64_t epoch, const Status& why) override;
   void OnPartTaken(const OutgoingPart& part) override;
 
-  // The receiver leaves in any case. OutOfMemory: the peer could not be told, and the connection is
-  // over.
-  Status DropReceiver() noexcept;
   Status CheckStaging(int64_t staging_bytes) const;
   Status SendRows(int64_t layer, const SendRange& range);
   // Rows `first`, ... of the range, `count` of them, for which there is room.
