@@ -121,7 +121,7 @@ class RemoteChannelHandle(LayerSinkHandle):
 
 @_register("quire.TransferPeer")
 class TransferPeerHandle(LayerSinkHandle):
-    """The C++ object behind quire.TransferPeer; constructor and methods come from the library."""
+    """The C++ object behind quire.TransferPeer; its methods come from the library."""
 
 
 @_register("quire.TransferListener")
@@ -157,12 +157,12 @@ class RefusalQueueHandle(tvm_ffi.Object):
 
 @_register("quire.LookupBuffer")
 class LookupBufferHandle(tvm_ffi.Object):
-    """The C++ object behind quire.LookupBuffer; constructor and methods come from the library."""
+    """The C++ object behind quire.LookupBuffer; its methods come from the library."""
 
 
 @_register("quire.StoreBuffer")
 class StoreBufferHandle(tvm_ffi.Object):
-    """The C++ object behind quire.StoreBuffer; constructor and methods come from the library."""
+    """The C++ object behind quire.StoreBuffer; its methods come from the library."""
 
 
 @_register("quire.BufferServer")
@@ -187,7 +187,7 @@ class CompositeStateHandle(KVStateHandle):
 
 @_register("quire.ChunkStore")
 class ChunkStoreHandle(tvm_ffi.Object):
-    """The C++ object behind quire.ChunkStore; constructor and methods come from the library."""
+    """The C++ object behind quire.ChunkStore; its methods come from the library."""
 
 
 @_register("quire.BlockMemory")
@@ -206,13 +206,14 @@ class ChunkFetchHandle(tvm_ffi.Object):
 
 
 def new(handle: type[_Handle], *arguments: Any) -> Any:
-    """A C++ object of the class, made by its constructor."""
+    """A C++ object of the class, made by its constructor: other threads of Python stand still
+    meanwhile."""
     return _counted(lambda: handle(*arguments))()
 
 
-def new_engine(options: dict[str, Any]) -> Any:
-    """As its constructor, but other threads run while the model is loaded."""
-    return function("Engine.create")(options)
+def create(name: str, *arguments: Any) -> Any:
+    """A C++ object of the class `name` that may have to wait: other threads run meanwhile."""
+    return function(f"{name}.create")(*arguments)
 
 
 def function(name: str) -> Any:

@@ -109,9 +109,7 @@ class LookupBuffer(_Buffer, KVLookupBufferBase):
     """
 
     def __init__(self, capacity: int, *, prefer: Literal["fifo", "longest"] = "fifo") -> None:
-        self._open(
-            _ffi.new(_ffi.LookupBufferHandle, {"capacity_bytes": capacity, "prefer": prefer})
-        )
+        self._open(_ffi.create("LookupBuffer", {"capacity_bytes": capacity, "prefer": prefer}))
 
     def _open(self, handle: Any) -> None:
         super().__init__(handle)
@@ -224,7 +222,7 @@ class StoreBuffer(_Buffer, KVStoreBufferBase):
     """
 
     def __init__(self, capacity: int, *, strict: bool = False) -> None:
-        self._open(_ffi.new(_ffi.StoreBufferHandle, {"capacity_bytes": capacity}), strict)
+        self._open(_ffi.create("StoreBuffer", {"capacity_bytes": capacity}), strict)
 
     def _open(self, handle: Any, strict: bool) -> None:
         super().__init__(handle)

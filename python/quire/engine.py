@@ -559,7 +559,7 @@ class Engine(_ffi.Owner):
         self._compilers: dict[tuple[str, ...], GrammarCompiler] = {}  # by special_texts
         self._compiler_lock = threading.Lock()
         self._tokenizer_load = self._begin_tokenizer()  # beside the weights
-        handle = _ffi.new_engine(_option_map(self.model_dir, whole))
+        handle = _ffi.create("Engine", _option_map(self.model_dir, whole))
         super().__init__(handle)
         self._inbox: Inbox[_Request] = Inbox(handle.steps())
         self._info = self._read_info()

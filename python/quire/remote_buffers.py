@@ -92,9 +92,7 @@ class RemoteLookupBuffer(LookupBuffer):
     def __init__(
         self, endpoint: str, *, secret: str = "", connect_timeout: float = _CONNECT_TIMEOUT
     ) -> None:
-        self._open(
-            _ffi.new(_ffi.LookupBufferHandle, _remote_options(endpoint, secret, connect_timeout))
-        )
+        self._open(_ffi.create("LookupBuffer", _remote_options(endpoint, secret, connect_timeout)))
 
 
 class StoreBufferServer(_Served, StoreBuffer):
@@ -135,9 +133,7 @@ class RemoteStoreBuffer(StoreBuffer):
         connect_timeout: float = _CONNECT_TIMEOUT,
         strict: bool = False,
     ) -> None:
-        handle = _ffi.new(
-            _ffi.StoreBufferHandle, _remote_options(endpoint, secret, connect_timeout)
-        )
+        handle = _ffi.create("StoreBuffer", _remote_options(endpoint, secret, connect_timeout))
         self._open(handle, strict)
 
     def put(self, key: str, value: Any | None) -> None:

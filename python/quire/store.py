@@ -217,7 +217,7 @@ class ChunkStore(_ffi.ClosingOwner):
         self.key = whole["key"] = _key_bytes(whole["key"])
         fields = _options.store_fields(_with_url(whole))
         fields["directory"] = "" if directory is None else _folder(directory)
-        super().__init__(_ffi.new(_ffi.ChunkStoreHandle, checked_fields(fields)))
+        super().__init__(_ffi.create("ChunkStore", checked_fields(fields)))
 
     @property
     def tiers(self) -> builtins.list[Tier]:

@@ -195,7 +195,7 @@ class TransferPeer(_ffi.ClosingOwner):
         options["send_wait_ns"] = nanoseconds(send_wait, "send_wait")
         options["streams"] = int64(streams, "streams")
         options["connect_timeout_ns"] = nanoseconds(connect_timeout, "connect_timeout")
-        return cls(_ffi.new(_ffi.TransferPeerHandle, text(endpoint, "endpoint"), options))
+        return cls(_ffi.create("TransferPeer", text(endpoint, "endpoint"), options))
 
     @property
     def endpoint(self) -> str:

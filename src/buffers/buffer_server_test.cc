@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/testing/fake_clock.h"
+#include "base/testing/refuse_each.h"
 #include "base/testing/soak.h"
 #include "base/testing/threads_of_process.h"
 #include "buffers/remote_connection.h"
@@ -244,6 +245,20 @@ TEST(BufferServer, LargePutsOfManyThreadsKeepTheirConnection) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(server->store()->size(), 8);
+}
+
+TEST(BufferServer, AClientClosesWithoutMemory) {
+  const auto server = Serve();
+  const auto connection = RemoteConnection::Open(server->endpoint(), Patient(RemoteBufferOptions()),
+                                                 wire::kServiceLookup)
+                              .value();
+  const auto take = connection->StartTake({}, kNever).value();
+  std::thread closing([&] {
+    RefuseFromHere();
+    connection->Close();
+  });
+  closing.join();
+  EXPECT_EQ(connection->Await(take).status().code(), StatusCode::kClosed);
 }
 
 TEST(BufferServer, ATakeThatWaitedForAPlaceWaitsAtTheServerForTheRest) {

@@ -15,10 +15,6 @@ namespace {
 using wire::Message;
 using wire::Opcode;
 
-Status ClosedError() {
-  return Status(StatusCode::kClosed, "the remote buffer was closed by this process");
-}
-
 }  // namespace
 
 Result<std::shared_ptr<RemoteConnection>> RemoteConnection::Open(const std::string& name,
@@ -65,7 +61,7 @@ Status RemoteConnection::EnsureOpen(std::unique_lock<std::mutex>& lock) {
     waker_.Signal();
   }
   changed_.wait(lock, [&] { return is_closed_ || is_open() || attempts_over_ != over_before; });
-  if (is_closed_) return ClosedError();
+  if (is_closed_) return closed_error_;
   return is_open() ? Status() : last_error_;
 }
 
@@ -95,7 +91,7 @@ Status RemoteConnection::AwaitPlace(std::unique_lock<std::mutex>& lock, int64_t 
     return Status(StatusCode::kTimeout, "the server's " + std::to_string(session_->requests_max()) +
                                             " requests of a connection are open");
   }
-  if (is_closed_) return ClosedError();
+  if (is_closed_) return closed_error_;
   return is_open() ? Status() : last_error_;
 }
 
@@ -177,7 +173,7 @@ void RemoteConnection::PutBack(const Call& take) noexcept {
 void RemoteConnection::Close() noexcept {
   const std::lock_guard lock(mutex_);
   is_closed_ = true;
-  Lose(ClosedError());
+  Lose(closed_error_);
   waker_.Signal();
 }
 

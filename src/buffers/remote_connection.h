@@ -77,6 +77,8 @@ class RemoteConnection final : private ClientSession::Owner {
   const uint32_t services_;
   const std::shared_ptr<Clock> clock_;
   const Waker waker_;
+  // Made beforehand: Close may find no memory.
+  const Status closed_error_{StatusCode::kClosed, "the remote buffer was closed by this process"};
 
   std::mutex mutex_;                 // of all that follows
   std::condition_variable changed_;  // open, lost, closed, or a request was answered

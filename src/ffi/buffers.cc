@@ -1,5 +1,6 @@
 // quire.LookupBuffer, quire.StoreBuffer (of this process, or of another one that serves them) and
-// quire.BufferServer for tvm-ffi. Calls may block; tvm-ffi has let go of Python's lock then.
+// quire.BufferServer for tvm-ffi. Methods and functions may wait: tvm-ffi lets go of Python's lock
+// for them. For a constructor it does not, and none waits.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/memory.h>
@@ -263,8 +264,15 @@ class BufferServerObj : public tf::Object {
 };
 
 TVM_FFI_STATIC_INIT_BLOCK() {
+  tf::reflection::GlobalDef()
+      .def("quire.LookupBuffer.create",
+           [](const OptionMap& options) {
+             return tf::ObjectRef(tf::make_object<LookupBufferObj>(options));
+           })
+      .def("quire.StoreBuffer.create", [](const OptionMap& options) {
+        return tf::ObjectRef(tf::make_object<StoreBufferObj>(options));
+      });
   tf::reflection::ObjectDef<LookupBufferObj>()
-      .def(tf::reflection::init<OptionMap>())
       .def("insert", &LookupBufferObj::Insert)
       .def("drop_select", &LookupBufferObj::DropSelect)
       .def("close", &LookupBufferObj::Close)
@@ -273,7 +281,6 @@ TVM_FFI_STATIC_INIT_BLOCK() {
       .def("size", &LookupBufferObj::Size)
       .def("waiting", &LookupBufferObj::Waiting);
   tf::reflection::ObjectDef<StoreBufferObj>()
-      .def(tf::reflection::init<OptionMap>())
       .def("put", &StoreBufferObj::Put)
       .def("delete", &StoreBufferObj::Delete)
       .def("get", &StoreBufferObj::Get)

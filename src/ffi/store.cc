@@ -347,9 +347,14 @@ TVM_FFI_STATIC_INIT_BLOCK() {
     }
     return Text(MissReasonName(static_cast<MissReason>(reason)));
   });
-  tf::reflection::GlobalDef().def("quire.chunk_keys", &ChunkKeys);
+  // A store is made by a function and no constructor: a folder that does not answer is waited for,
+  // and other Python threads run meanwhile.
+  tf::reflection::GlobalDef()
+      .def("quire.chunk_keys", &ChunkKeys)
+      .def("quire.ChunkStore.create", [](const OptionMap& options) {
+        return tf::ObjectRef(tf::make_object<ChunkStoreObj>(options));
+      });
   tf::reflection::ObjectDef<ChunkStoreObj>()
-      .def(tf::reflection::init<OptionMap>())
       .def("statistics", &ChunkStoreObj::Statistics)
       .def("take_events", &ChunkStoreObj::TakeEvents)
       .def("list", &ChunkStoreObj::List)

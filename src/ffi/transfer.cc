@@ -81,7 +81,7 @@ ReceiverPlace::ReceiverPlace(std::shared_ptr<TransferPeer> peer, KVTransfer* rec
 
 ReceiverPlace::~ReceiverPlace() {
   const Status status = peer_->SetReceiver(nullptr);
-  static_cast<void>(status);  // it fails only without memory to tell the peer, whose lease ends it
+  static_cast<void>(status);  // the receiver has left; without memory the connection is over
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {

@@ -89,7 +89,7 @@ class LocalChannelObj : public LayerSinkObj {
   std::shared_ptr<LocalChannel> channel_;
 };
 
-// A connection to another process, from a listener or made by its constructor.
+// A connection to another process, from a listener or made here.
 class TransferPeerObj : public LayerSinkObj {
  public:
   TransferPeerObj(const tvm::ffi::String& endpoint, const OptionMap& options);

@@ -1,5 +1,6 @@
-// quire.TransferPeer, quire.TransferListener and quire.RemoteChannel for tvm-ffi. Calls may block;
-// tvm-ffi has let go of Python's lock then.
+// quire.TransferPeer, quire.TransferListener and quire.RemoteChannel for tvm-ffi. Methods and
+// functions may wait: tvm-ffi lets go of Python's lock for them. For a constructor it does not, and
+// none waits.
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/memory.h>
@@ -182,8 +183,11 @@ void TransferPeerObj::Refuse(int64_t epoch, const tf::String& why) {
 }
 
 TVM_FFI_STATIC_INIT_BLOCK() {
+  tf::reflection::GlobalDef().def(
+      "quire.TransferPeer.create", [](const tf::String& endpoint, const OptionMap& options) {
+        return tf::ObjectRef(tf::make_object<TransferPeerObj>(endpoint, options));
+      });
   tf::reflection::ObjectDef<TransferPeerObj>()
-      .def(tf::reflection::init<tf::String, OptionMap>())
       .def("endpoint", &TransferPeerObj::Endpoint)
       .def("failure", &TransferPeerObj::Failure)
       .def("stats", &TransferPeerObj::Stats)

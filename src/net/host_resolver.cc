@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/guard.h"
 #include "base/start_thread.h"
 
 namespace quire {
@@ -46,6 +47,7 @@ struct HostResolver::Entry {
   int64_t until_ns = 0;
   bool pending = false;
   bool known = false;
+  Status failure;  // of the look-up itself
 };
 
 struct HostResolver::State {
@@ -87,10 +89,11 @@ Status HostResolver::State::MakePlace() {
 }
 
 void HostResolver::State::LookUp(const std::string& host, Entry* entry) {
-  std::string address = find(host);
+  Result<std::string> address = GuardEntry([&]() -> Result<std::string> { return find(host); });
   const std::lock_guard<std::mutex> guard(mutex);
-  entry->known = !address.empty();
-  entry->address = std::move(address);
+  entry->failure = address.status();
+  entry->known = address.ok() && !address->empty();
+  if (address.ok()) entry->address = *std::move(address);
   entry->until_ns = clock->SteadyNs() + kRememberedNs;
   entry->pending = false;
   changed.notify_all();
@@ -125,6 +128,7 @@ Result<std::string> HostResolver::Resolve(const std::string& host, int64_t deadl
                  [&] { return !entry->pending; })) {
     return Status(StatusCode::kTimeout, "looking up " + host + " takes longer than the deadline");
   }
+  QUIRE_RETURN_IF_ERROR(entry->failure);
   if (!entry->known) return Status(StatusCode::kUnavailable, "there is no host named " + host);
   return entry->address;
 }

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <string_view>
 
@@ -32,6 +33,17 @@ TEST(HostResolver, ALookUpThatLacksMemoryIsTriedAgain) {
   });
   const auto address = resolver.Resolve("localhost", past_ns + 120'000 * kNsPerMs);
   EXPECT_TRUE(address.ok()) << address.status().ToString();
+}
+
+// Nor does one whose own thread lacks memory end the process.
+TEST(HostResolver, ALookUpThatFindsNoMemorySaysSo) {
+  std::atomic<int> look_ups{0};
+  HostResolver resolver(MachineTime(), [&look_ups](const std::string&) -> std::string {
+    if (look_ups.fetch_add(1) == 0) throw std::bad_alloc();
+    return "an address";
+  });
+  EXPECT_EQ(resolver.Resolve("a host", kNever).status().code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(resolver.Resolve("a host", kNever).value(), "an address");
 }
 
 constexpr size_t kMost = HostResolver::kNamesMax;

@@ -38,16 +38,6 @@ void FrameWriter::End(std::vector<std::byte> head) {
   Queue(TransferOpcode::kGoodbye, std::move(head));
 }
 
-std::vector<uint64_t> FrameWriter::DropParts(uint64_t epoch) {
-  std::vector<uint64_t> dropped;
-  std::erase_if(queue_, [&](const Item& item) {
-    if (item.part == nullptr || item.sent >= 0 || item.part->head.epoch != epoch) return false;
-    dropped.push_back(item.part->head.number);
-    return true;
-  });
-  return dropped;
-}
-
 std::shared_ptr<OutgoingPart> FrameWriter::WithoutDigest() const {
   const auto next = std::ranges::find_if(queue_, [](const Item& i) { return i.part != nullptr; });
   return next != queue_.end() && next->wants_digest() ? next->part : nullptr;

@@ -35,8 +35,16 @@ class FrameWriter {
   void DropUrgentSince(size_t count) noexcept;
   // Drops what has not begun; `head` is the goodbye, and nothing follows it.
   void End(std::vector<std::byte> head);
-  // Parts of that transfer that have not begun are not sent: their numbers.
-  std::vector<uint64_t> DropParts(uint64_t epoch);
+  // Parts of that transfer that have not begun are not sent; `dropped` is told their numbers. Needs
+  // no memory: connections end that way.
+  template <typename F>
+  void DropParts(uint64_t epoch, F&& dropped) {
+    std::erase_if(queue_, [&](const Item& item) {
+      if (item.part == nullptr || item.sent >= 0 || item.part->head.epoch != epoch) return false;
+      dropped(item.part->head.number);
+      return true;
+    });
+  }
 
   // The last part of which all was gathered: every part of a lower number was, too, or was dropped.
   uint64_t last_whole_part() const { return last_whole_part_; }

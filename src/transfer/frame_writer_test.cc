@@ -91,7 +91,9 @@ TEST_F(FrameWriterTest, APartIsWrittenWhenItHasItsDigest) {
   EXPECT_EQ(Write(8, 1), (Opcodes{TransferOpcode::kPart, TransferOpcode::kData}));
   EXPECT_EQ(writer_.WithoutDigest()->head.number, 2U);
   EXPECT_TRUE(Write(8).empty());
-  EXPECT_EQ(writer_.DropParts(0).size(), 1U);
+  std::vector<uint64_t> dropped;
+  writer_.DropParts(0, [&](uint64_t number) { dropped.push_back(number); });
+  EXPECT_EQ(dropped, std::vector<uint64_t>{2});
   EXPECT_EQ(writer_.WithoutDigest(), nullptr);
   EXPECT_FALSE(writer_.has_output());
 }

@@ -360,8 +360,8 @@ TransferLoad PeerConnection::load() const {
 // -------------------------------------------------------------------------------------- receiving
 
 Status PeerConnection::SetReceiver(KVTransfer* receiver) {
-  return GuardEntry([&]() -> Status {
-    std::unique_lock session_lock(session_mutex_);
+  std::unique_lock session_lock(session_mutex_);
+  const Status told = GuardEntry([&]() -> Status {
     if (receiver != nullptr && session_.receives().receiver() != nullptr) {
       return Status(StatusCode::kBadState,
                     "SetReceiver: a cache receives over this connection already; a connection has "
@@ -369,11 +369,18 @@ Status PeerConnection::SetReceiver(KVTransfer* receiver) {
     }
     if (receiver != nullptr) QUIRE_RETURN_IF_ERROR(CheckStaging(receiver->staging().limit));
     session_.receives().SetReceiver(receiver);
-    waker_.Signal();
-    // The receiver may be gone when this returns. No further part is stored in it.
-    stored_.wait(session_lock, [&] { return !is_storing_; });
     return Status();
   });
+  if (receiver != nullptr) return told;
+  // The one before may be gone when this returns, whatever was refused.
+  if (!told.ok()) {
+    // The peer does not know which transfers are over, and would wait for their parts' credits.
+    session_.Lose(told);
+    session_.receives().SetReceiver(nullptr);
+  }
+  waker_.Signal();
+  stored_.wait(session_lock, [&] { return !is_storing_; });
+  return told;
 }
 
 // Parts of several rows are as large as the window lets them be, and those must find room.
@@ -656,6 +663,9 @@ void PeerConnection::OnSendOver(uint64_t epoch, const Status& why) {
   const std::lock_guard lock(mutex_);
   sends_.erase(epoch);
   std::erase_if(requests_, [&](const TransferRequest& r) { return r.map.epoch == epoch; });
+  is_wake_due_ = true;
+  changed_.notify_all();
+  if (!status_.ok()) return;  // which all calls say from now on, and there may be no memory
   std::erase(over_order_, epoch);
   if (over_order_.size() >= kOverMax) {
     over_.erase(over_order_.front());
@@ -663,8 +673,6 @@ void PeerConnection::OnSendOver(uint64_t epoch, const Status& why) {
   }
   over_order_.push_back(epoch);
   over_.insert_or_assign(epoch, why);
-  is_wake_due_ = true;
-  changed_.notify_all();
 }
 
 void PeerConnection::OnPartTaken(const OutgoingPart& part) { GiveWindow(part.head.bytes); }
@@ -704,7 +712,8 @@ bool PeerConnection::TakeTurn(bool can_read, Wanted* wanted) {
     const char* const why = session_.is_joined()
                                 ? "transfer: the socket is a stream of another connection"
                                 : "transfer: the connection is over";
-    session_.Lose(is_short ? Status::OutOfMemory() : Status(StatusCode::kUnavailable, why));
+    session_.Lose(is_short ? Status::OutOfMemory()
+                           : GuardEntry([&] { return Status(StatusCode::kUnavailable, why); }));
     return false;
   }
   *wanted = {.read = session_.accepts_input(),

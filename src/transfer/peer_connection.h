@@ -82,6 +82,7 @@ class PeerConnection final : public TransferPeer,
   TransferLoad load() const override;
   void Close() noexcept override;
 
+  // OutOfMemory for null: the peer could not be told, and the connection is over.
   Status SetReceiver(KVTransfer* receiver) override;
   Status Request(const TransferJob& job, const ReceiveMap& map) override;
   Status Cancel(uint64_t epoch, const Status& why) override;

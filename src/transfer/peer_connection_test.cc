@@ -332,6 +332,24 @@ class BreakableChannel final : public ByteChannel {
   const std::atomic<bool>* const is_broken_;
 };
 
+// Whether it is, by the moment. Takes the connection's wake.
+bool AwaitOver(PeerConnection* connection, int64_t until_ns) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  connection->SetWake([&] {
+    const std::lock_guard lock(mutex);
+    changed.notify_all();
+  });
+  bool is_over = false;
+  {
+    std::unique_lock lock(mutex);
+    is_over =
+        WaitUntil(*MachineTime(), changed, lock, until_ns, [&] { return connection->is_over(); });
+  }
+  connection->SetWake(nullptr);
+  return is_over;
+}
+
 // A connection that has broken off and has not said so yet: what began then would never end.
 TEST(PeerConnection, NothingBeginsOnAConnectionThatIsEndingAndCloseDoesNotWaitForIt) {
   std::atomic<bool> is_broken = false;
@@ -348,20 +366,9 @@ TEST(PeerConnection, NothingBeginsOnAConnectionThatIsEndingAndCloseDoesNotWaitFo
   EXPECT_FALSE(pair.to->is_over());  // the peer has not taken the reason
   EXPECT_EQ(pair.to->Request({}, pair.receiver.Reserve(4)).code(), StatusCode::kCorrupt);
   EXPECT_EQ(pair.to->stats().receives_open, 0);
-  std::mutex mutex;
-  std::condition_variable changed;
-  pair.to->SetWake([&] {
-    const std::lock_guard lock(mutex);
-    changed.notify_all();
-  });
   pair.to->Close();
-  {
-    std::unique_lock lock(mutex);
-    // Half of the time after which it would be over by itself.
-    EXPECT_TRUE(WaitUntil(*pair.clock, changed, lock, pair.clock->SteadyNs() + kMinuteNs / 2,
-                          [&] { return pair.to->is_over(); }));
-  }
-  pair.to->SetWake(nullptr);
+  // Half of the time after which it would be over by itself.
+  EXPECT_TRUE(AwaitOver(pair.to.get(), pair.clock->SteadyNs() + kMinuteNs / 2));
 }
 
 TEST(PeerConnection, AnOwnerIsWokenForWhatComesAndWhatEnds) {
@@ -678,6 +685,55 @@ TEST(PeerConnection, AReceiverLeavesWhileItsRowsAreRead) {
   EXPECT_TRUE(pair.receiver.WaitReceived(*next, 4, *pair.clock, pair.Soon()).ok());
   pair.receiver.CheckPages();
   EXPECT_EQ(pair.from->stats().parts_sent_again, 0);
+}
+
+// Without memory to tell the peer the connection ends. The receiver has left in any case.
+TEST(PeerConnection, AReceiverLeavesWithoutMemory) {
+  for (const bool is_read : {false, true}) {
+    RefuseEach("SetReceiver", StatusCode::kOk, [&] {
+      std::optional<AllocationsAllowed> allowed(std::in_place);
+      Gate held;
+      ConnectionPair pair(MakeChannels(Way::kSocket));
+      const uint64_t epochs[] = {pair.Ask(4).value(), pair.Ask(4).value()};
+      if (is_read) {
+        pair.HoldReadOf(4, &held, false);
+        EXPECT_TRUE(pair.Send(epochs[0], 0, 4).ok());
+        EXPECT_TRUE(held.AwaitInside());
+      }
+      allowed.reset();
+      Status left = pair.to->SetReceiver(nullptr);
+      allowed.emplace();
+      for (const uint64_t epoch : epochs) EXPECT_FALSE(pair.receiver.open.at(epoch).failure.ok());
+      EXPECT_EQ(pair.to->status().code(), left.code());
+      EXPECT_EQ(pair.to->SetReceiver(&pair.receiver).ToString(), "Ok");
+      if (is_read) held.Release();
+      return left;
+    });
+  }
+}
+
+// An owner that ends a connection, and one whose connection finds none while it reads.
+TEST(PeerConnection, AConnectionEndsWithoutMemory) {
+  for (const bool closes : {true, false}) {
+    ConnectionPair pair(MakeChannels(Way::kSocket));
+    const auto epoch = pair.Ask(4);
+    ASSERT_TRUE(epoch.ok());
+    const auto refuse = [] { RefuseFromHere(); };
+    if (closes) {
+      pair.from_hooks.on_write = refuse;
+    } else {
+      pair.from_hooks.on_read = [refuse](ChannelHooks::Places) { refuse(); };
+    }
+    pair.from_hooks.are_on = true;
+    if (closes) {
+      pair.from->Close();
+    } else {
+      EXPECT_TRUE(pair.to->Request({}, pair.receiver.Reserve(4)).ok());
+    }
+    EXPECT_TRUE(AwaitOver(pair.from.get(), pair.Soon()));
+    EXPECT_FALSE(pair.from->SendStatus(*epoch).ok());
+    EXPECT_EQ(pair.from->stats().sends_open, 0);
+  }
 }
 
 // Rows of each transfer are damaged once, every third transfer is cancelled while it comes, and

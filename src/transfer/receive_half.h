@@ -59,7 +59,8 @@ class ReceiveHalf {
       : writer_(writer), options_(options), lease_ns_(options.lease_ns) {}
 
   KVTransfer* receiver() const { return receiver_; }
-  // Null ends all transfers; their reservations fail.
+  // Null ends all transfers; their reservations fail. That may throw std::bad_alloc with some of
+  // them open and the receiver still there; EndAll needs no memory.
   void SetReceiver(KVTransfer* receiver);
   // A lease is over when the sender thinks so: renewals keep to the shorter of both sides'.
   void SetSenderLease(int64_t ns) { lease_ns_ = std::min(options_.lease_ns, ns); }

@@ -63,12 +63,12 @@ void SendHalf::EndAll(const Status& why) {
 void SendHalf::End(uint64_t epoch, const Status& why) {
   const auto place = transfers_.find(epoch);
   if (place == transfers_.end()) return;
-  for (const uint64_t number : writer_->DropParts(epoch)) {
+  writer_->DropParts(epoch, [&](uint64_t number) {
     const auto sent = parts_.find(number);
-    if (sent == parts_.end()) continue;
+    if (sent == parts_.end()) return;
     owner_->OnPartTaken(*sent->second.part);
     parts_.erase(sent);
-  }
+  });
   QUIRE_DCHECK(place->second.bytes <= request_bytes_) << "bytes are given back that none has taken";
   request_bytes_ -= place->second.bytes;
   transfers_.erase(place);

@@ -43,7 +43,7 @@ class SendHalf {
   void SendPart(std::shared_ptr<OutgoingPart> part);
   void SendRecord(const wire::TransferRecord& record);
   void Stop(uint64_t epoch, const Status& why);
-  // The connection is over.
+  // The connection is over. As much memory is needed as the owner's OnSendOver takes.
   void EndAll(const Status& why);
   void Tick(int64_t now_ns);
   int64_t next_deadline() const;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -329,6 +330,18 @@ def test_a_secret_is_needed_beyond_this_machine_and_checked() -> None:
 def test_endpoints_are_checked(endpoint: str) -> None:
     with pytest.raises(errors.BadArgumentError, match="endpoint"):
         RemoteLookupBuffer(endpoint)
+
+
+@pytest.mark.parametrize("buffer", [RemoteLookupBuffer, RemoteStoreBuffer])
+def test_other_threads_run_while_a_buffer_connects(buffer: Callable[..., Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        # Says no word, and ends the connection: while this process waits, only a thread of Python
+        # can do that.
+        stranger = threading.Thread(target=lambda: server.accept()[0].close())
+        stranger.start()
+        with pytest.raises(errors.UnavailableError, match="closed|reset"):
+            buffer("127.0.0.1:%d" % server.getsockname()[1], connect_timeout=60)
+        stranger.join()
 
 
 def test_the_pipes_of_the_original_carry_what_they_did() -> None:

@@ -12,10 +12,12 @@ namespace {
 // Allocations of this thread that may still succeed; negative: all.
 thread_local int64_t allocations_left = -1;
 thread_local bool allocation_refused = false;
+thread_local bool refuses_all = false;
 
 }  // namespace
 
 bool RefusesAllocation(size_t) noexcept {
+  if (refuses_all) return true;
   if (allocations_left < 0 || allocations_left-- != 0) return false;
   allocation_refused = true;
   return true;
@@ -37,6 +39,8 @@ void RefuseEach(const std::string& name, StatusCode expected, const std::functio
   }
   EXPECT_GT(refusals, 0) << "the call allocates nothing";
 }
+
+void RefuseFromHere() { refuses_all = true; }
 
 AllocationsAllowed::AllocationsAllowed() : left_(std::exchange(allocations_left, -1)) {}
 AllocationsAllowed::~AllocationsAllowed() { allocations_left = left_; }

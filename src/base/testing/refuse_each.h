@@ -16,6 +16,9 @@ namespace quire {
 // refused.
 void RefuseEach(const std::string& name, StatusCode expected, const std::function<Status()>& call);
 
+// Refuses every allocation of the calling thread from here on, to its end.
+void RefuseFromHere();
+
 // While it lives nothing is refused: for what a call under test is given, not part of it.
 class AllocationsAllowed {
  public:

@@ -272,7 +272,9 @@ void PrefillTraffic::NoteEnd(Request* request) noexcept {
     prefix_cache_.EndLease(state_.is_recurrent() ? asked.first(asked.size() - 1) : asked,
                            request->space, MomentAfter(clock_.SteadyNs(), lease_ns_));
   } else {
-    Refuse(job, Status(StatusCode::kInternal, "rows of the prompt were not sent"));
+    Refuse(job, GuardEntry([] {
+             return Status(StatusCode::kInternal, "rows of the prompt were not sent");
+           }));
   }
 }
 
@@ -280,7 +282,8 @@ void PrefillTraffic::NoteFailure(Request* request, const std::string& why) noexc
   if (request->job == nullptr) return;
   Detach(request->job.get());
   tokens_ += request->job->sent;
-  Refuse(request->job.get(), Status(StatusCode::kUnavailable, why));
+  // Without memory for the reason the peer is told that.
+  Refuse(request->job.get(), GuardEntry([&] { return Status(StatusCode::kUnavailable, why); }));
 }
 
 bool PrefillTraffic::IsHeld(const Request& request) const {

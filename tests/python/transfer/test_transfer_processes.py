@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -487,6 +488,17 @@ def test_strangers_and_garbage_hold_up_nobody(bind: str, tmp_path: Path) -> None
             pass
         for stranger in strangers:
             stranger.close()
+
+
+def test_other_threads_run_while_a_peer_connects() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        # Says no word, and ends the connection: while this process waits, only a thread of Python
+        # can do that.
+        stranger = threading.Thread(target=lambda: server.accept()[0].close())
+        stranger.start()
+        with pytest.raises(quire.UnavailableError, match="closed|reset"):
+            connect("127.0.0.1:%d" % server.getsockname()[1], make_cache(1))
+        stranger.join()
 
 
 def test_a_peer_without_a_receiver_or_after_its_end_says_so(bind: str) -> None:
