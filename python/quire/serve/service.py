@@ -108,7 +108,7 @@ class Service:
                 held_bytes=generation.held_bytes,
             )
         except BaseException as error:
-            self._leave(place)
+            self._leave(place, ran=False)
             if isinstance(error, errors.QuireError):
                 raise refusals.of_request(error, generation) from None
             raise
@@ -174,7 +174,8 @@ class Service:
         result."""
         answer.close()
         self._last_tokens.pop(answer, None)
-        self._leave(self._places.pop(answer))
+        ran = answer.first_token is not None or answer.result is not None
+        self._leave(self._places.pop(answer), ran=ran)
         if answer.result is None:
             self.metrics.note_finished(failed)
             return
@@ -183,8 +184,8 @@ class Service:
         for sample in answer.result.samples:
             self.metrics.note_finished(sample.finish_reason or failed)
 
-    def _leave(self, place: Place) -> None:
-        self.admission.leave(place, asyncio.get_running_loop().time())
+    def _leave(self, place: Place, *, ran: bool) -> None:
+        self.admission.leave(place, asyncio.get_running_loop().time(), ran=ran)
 
     def _note_tokens(self, answer: Answer, tokens: int, now: float) -> None:
         before = self._last_tokens.get(answer)
