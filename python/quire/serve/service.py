@@ -69,6 +69,7 @@ class Service:
         self.kept = KeptResponses(limits)
         self.held_kv = HeldKV(engine, tenants)
         self.body_bytes: collections.Counter[str] = collections.Counter()  # in work, by key
+        self.texts: collections.Counter[str] = collections.Counter()  # tokenized alone, by key
         self.draining = False
         self.prefill_endpoint: str | None = None  # where other processes have prompts computed
         self._last_tokens: dict[Answer, float] = {}

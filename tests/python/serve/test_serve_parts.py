@@ -22,10 +22,10 @@ import uvicorn
 from quire import errors
 from quire.engine import Piece, Result, StepTimes, Usage
 from quire.grammar import CompiledGrammar, Grammar
-from quire.serve import protocol
+from quire.serve import anthropic_messages, protocol, text_routes
 from quire.serve._streams import Answer, Streams
 from quire.serve.calls import Call, ClientGone, Log, read_body
-from quire.serve.generation import Generation
+from quire.serve.generation import Generation, ModelFacts
 from quire.serve.grammar_probe import TooCostlyError
 from quire.serve.grammar_queue import GrammarQueue
 from quire.serve.guard import Guard
@@ -721,6 +721,138 @@ def test_many_logprobs_are_written_beside_the_event_loop(tokens: int, apart: boo
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
     assert (threads != [threading.main_thread()]) == apart
+
+
+# ---- Texts that are tokenized alone
+
+
+class Texts:
+    """A service of /tokenize, /detokenize and /v1/messages/count_tokens, whose tokenizer waits
+    until it is told to go on. begun: texts that it was given."""
+
+    def __init__(self, *, need_keys: bool = True, **limits: Any) -> None:
+        self.begun: list[str] = []
+        self.go_on = threading.Semaphore(0)
+        self.turns = Turns(2)
+        found = Limits(**limits)
+        tokenizer = SimpleNamespace(
+            encode=self._encode,
+            decode=lambda ids, **_: self._encode(f"{ids}") and "text",
+            encode_chat=lambda messages, **_: self._encode(messages[0]["content"]),
+            chat_template=None,
+        )
+        self.service: Any = SimpleNamespace(
+            limits=found,
+            strict=False,
+            body_bytes=collections.Counter(),
+            texts=collections.Counter(),
+            tenants=SimpleNamespace(need_keys=need_keys),
+            book=ConnectionBook(found),
+            streams=self.turns,
+            tool_parser=None,
+            template="",
+            engine=SimpleNamespace(tokenizer=tokenizer),
+            facts=ModelFacts(("tiny",), 100, 100, 0),
+        )
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        self.begun.append(text)
+        assert self.go_on.acquire(timeout=DEADLINE)
+        return [1, 2]
+
+    def ask(
+        self,
+        body: dict[str, Any],
+        leaving: asyncio.Event,
+        route: Callable[..., Any] = text_routes.tokenize,
+        tenant: Tenant = ANYONE,
+    ) -> asyncio.Task[Any]:
+        """The answer to a client that is there until the event is set."""
+        data = json.dumps(body).encode()
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield data
+
+        async def receive() -> dict[str, str]:
+            await leaving.wait()
+            return {"type": "http.disconnect"}
+
+        request: Any = SimpleNamespace(
+            headers={"content-type": "application/json"},
+            stream=stream,
+            receive=receive,
+            scope={"state": {"call": Call("id", tenant)}},
+        )
+        return asyncio.create_task(route(request, self.service))
+
+
+async def _loop_turns() -> None:
+    """More turns of the event loop than anything takes that waits for no thread and no time."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (text_routes.tokenize, {"prompt": "second"}),
+        (text_routes.detokenize, {"tokens": [5, 6]}),
+        (
+            anthropic_messages.count_tokens,
+            {"messages": [{"role": "user", "content": "second"}]},
+        ),
+    ],
+)
+def test_a_text_of_a_client_that_left_does_not_wait(
+    route: Callable[..., Any], body: dict[str, Any]
+) -> None:
+    """One client that asked and closed, again and again, had thousands of texts wait for a thread,
+    which nothing counted: hundreds of megabytes within seconds."""
+
+    async def run() -> None:
+        texts = Texts()
+        stays, leaves = asyncio.Event(), asyncio.Event()
+        first = texts.ask({"prompt": "first"}, stays)
+        second = texts.ask(body, leaves, route)
+        await _loop_turns()
+        service = texts.service
+        size = len(json.dumps({"prompt": "first"})) + len(json.dumps(body))
+        assert service.body_bytes.total() == size and len(texts.turns._waiting) == 1
+        leaves.set()
+        await _loop_turns()
+        assert second.done() and isinstance(second.exception(), ClientGone)
+        assert len(texts.turns._waiting) == 0
+        texts.go_on.release()
+        assert (await first).status == 200 and texts.begun == ["first"]
+        assert not service.body_bytes and not service.texts
+        texts.turns.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+@pytest.mark.parametrize(
+    ("need_keys", "code", "status"), [(True, "queue_per_key", 429), (False, "queue", 503)]
+)
+def test_texts_that_are_tokenized_are_bounded(need_keys: bool, code: str, status: int) -> None:
+    async def run() -> None:
+        limits = {"queue_per_key": 3, "queue": 9 if need_keys else 3}
+        texts = Texts(need_keys=need_keys, **limits)
+        stays = asyncio.Event()
+        tasks = [texts.ask({"prompt": f"{i}"}, stays) for i in range(4)]
+        await _loop_turns()
+        refused = tasks.pop()
+        assert refused.done()
+        problem = refused.exception()
+        assert isinstance(problem, Problem)
+        assert (problem.status, problem.code, problem.retry_after) == (status, code, 1)
+        if need_keys:
+            tasks.append(texts.ask({"prompt": "of another key"}, stays, tenant=Tenant("bob")))
+        texts.go_on.release(len(tasks))
+        assert [(await task).status for task in tasks] == [200] * len(tasks)
+        assert not texts.service.texts and not texts.service.body_bytes
+        texts.turns.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
 # ---- Threads
