@@ -20,7 +20,8 @@ class Limits:
     connections, connections_per_address: those of IPv6 are counted per /64.
     wrong_keys: requests without a valid API key that an address may send at once, and in a minute.
     idle_seconds: of a connection without a request.
-    pipelined: requests of one connection that wait for the one in work.
+    pipelined: requests of one connection that wait for the one in work; their bodies together have
+        at most 64 KiB.
     write_buffer_bytes: answers that the client has not taken; one that takes nothing of them for
         slow_client_seconds is cancelled.
     unread_bytes: of an answer's tokens that wait for a place in that buffer.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import errno
 import gc
 import io
 import json
+import socket
 import ssl
 import subprocess
 import threading
@@ -605,6 +607,143 @@ def test_an_address_holds_no_more_connections_by_being_refused(
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
     assert book.per_address == {}
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_client_that_leaves_is_seen_behind_a_request_that_waits(large: bool) -> None:
+    """uvicorn paused reading for a pipelined request: an answer without a stream held its pages
+    until it was complete, for nobody. A large body that waits, and what follows it, does so, too."""
+    begun, gone = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    async def run() -> None:
+        config = uvicorn.Config(app, log_config=None, lifespan="off", interface="asgi3")
+        config.load()
+        book = ConnectionBook(Limits())
+        connection = _protocol(config, ServerState(), book)
+        loop = asyncio.get_running_loop()
+        async with await loop.create_server(lambda: connection, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n")
+            await begun.wait()
+            size = 1 << 20 if large else 10
+            writer.write(b"POST /b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size)
+            writer.write(b"x" * size)
+            await writer.drain()
+            while not (book.refused or connection.pipeline):
+                await asyncio.sleep(0)
+            writer.close()
+            await gone.wait()
+            assert book.refused == ({"pipelined": 1} if large else {})
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+class PeerTransport(asyncio.Transport):
+    """A connection to a peer that takes nothing more. sent_eof: what writing its end gives."""
+
+    def __init__(self, sent_eof: Exception | None = None) -> None:
+        self.options: list[tuple[int, int, int]] = []
+        self.written = b""
+        self.closing = self.aborted = False
+        self._sent_eof = sent_eof
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        peer = SimpleNamespace(
+            setsockopt=lambda *option: self.options.append(option),
+            family=socket.AF_INET,
+            getsockname=lambda: ("127.0.0.1", 1),
+            getpeername=lambda: ("127.0.0.1", 2),
+        )
+        return {"socket": peer, "peername": ("127.0.0.1", 2)}.get(name, default)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        if self._sent_eof is not None:
+            raise self._sent_eof
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.closing = self.aborted = True
+
+
+def _connected(transport: PeerTransport, limits: Limits) -> LimitedProtocol:
+    config = uvicorn.Config(lambda: None, log_config=None, lifespan="off", interface="asgi3")
+    config.load()
+    connection = _protocol(config, ServerState(), ConnectionBook(limits))
+    connection.connection_made(transport)
+    return connection
+
+
+def test_a_closed_connection_ends_in_time_whatever_its_client_takes() -> None:
+    """asyncio tells that there is room again on closed connections, too: that stopped the timer,
+    and a client that took no more had its connection for ever."""
+
+    async def run() -> None:
+        transport = PeerTransport()
+        connection = _connected(transport, Limits())
+        connection.pause_writing()
+        connection._close()
+        connection.resume_writing()
+        timer = connection._write_timer
+        assert timer is not None and not timer.cancelled() and not transport.aborted
+        timer._run()
+        assert transport.aborted
+        connection.connection_lost(None)
+
+        connection = _connected(PeerTransport(), Limits())
+        connection.pause_writing()
+        connection.resume_writing()  # an open one: there is nothing to end
+        assert connection._write_timer is None
+        connection.connection_lost(None)
+
+    asyncio.run(run())
+
+
+def test_a_refused_client_that_has_left_is_no_defect() -> None:
+    """Each was a traceback in the log: the end of what is written cannot be told to it."""
+
+    async def run() -> None:
+        transport = PeerTransport(OSError(errno.ENOTCONN, "not connected"))
+        connection = _connected(transport, Limits(connections=0))
+        assert transport.written.startswith(b"HTTP/1.1 503")
+        assert connection._read_timer is not None  # closes it
+        connection.connection_lost(None)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("size", "taken"), [(4096, 4096), (2**31, 2**31 - 1), (2**40, 2**31 - 1)])
+def test_a_write_buffer_of_any_size_is_taken(size: int, taken: int) -> None:
+    async def run() -> None:
+        transport = PeerTransport()
+        connection = _connected(transport, Limits(write_buffer_bytes=size))
+        assert transport.options == [(socket.SOL_SOCKET, socket.SO_SNDBUF, taken)]
+        with socket.socket() as real:
+            real.setsockopt(*transport.options[0])
+        connection.connection_lost(None)
+
+    asyncio.run(run())
 
 
 # ---- Refusals in the log, and wrong keys
