@@ -226,9 +226,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join([*lines, b"connection: close", b"", rest]))
 
     def _discard(self, data: bytes) -> None:
-        """An answer in progress is read for: a client that leaves is seen by nothing else."""
+        """Reads on while an answer is in progress: nothing else shows that its client leaves."""
         self._discarded_bytes += len(data)
-        if self._discarded_bytes > _LINGER_BYTES and not self._answering:
+        in_work = self._running is not None and self._answering and not self._running.disconnected
+        if self._discarded_bytes > _LINGER_BYTES and not in_work:
             self.flow.pause_reading()
 
     def _begin_header(self) -> None:
