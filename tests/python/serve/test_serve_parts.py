@@ -1121,6 +1121,42 @@ def test_what_fails_in_a_thread_is_free_at_once() -> None:
         assert [each() for each in refused] == [None]
 
 
+def test_a_system_without_threads_costs_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that it refused later cost a place for ever: four of them ended all tokenizing."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        turns, engine = Turns(2), SlowEngine()
+        queue = _queue(engine)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        found = [turns.run("ann", str, number) for number in range(5)]
+        assert await asyncio.gather(*found) == ["0", "1", "2", "3", "4"]
+        engine.go_on.release()
+        assert (await _begin(queue, "ann", "a")).handle.text == "a"
+        turns.close()
+        queue.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_a_system_without_threads_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(errors.OutOfMemoryError, match="cannot start 4 threads quire-serve: can't"):
+        Turns(4)
+    assert len(started) == 2 and not any(thread.is_alive() for thread in started)
+
+
 # ---- Grammars
 
 
