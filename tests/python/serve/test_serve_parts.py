@@ -9,6 +9,8 @@ import errno
 import gc
 import io
 import json
+import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -37,6 +39,7 @@ from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook, LimitedProtocol
 from quire.serve.refusal_log import RefusalLog
 from quire.serve.responses import _EventAnswer, _submitted, answer, event
+from quire.serve.server import _on_signals, _Server, _Uvicorn
 from quire.serve.service import Service
 from quire.serve.tenants import ANYONE, Tenant
 from quire.serve.turns import Turns
@@ -860,6 +863,70 @@ def test_many_logprobs_are_written_beside_the_event_loop(tokens: int, apart: boo
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
     assert (threads != [threading.main_thread()]) == apart
+
+
+# ---- The end
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_second_signal_waits_for_nothing(signals: int) -> None:
+    """It ended answers alone: with a prompt of another process in work, or a request on its way to
+    the engine, the server went on for all of the drain's time."""
+
+    async def run() -> None:
+        options: Any = SimpleNamespace(json_log=True, drain_seconds=None)  # for ever
+        engine: Any = SimpleNamespace(end_prefill=lambda: None)
+        server = _Server(engine, options, [])
+        server._log = SimpleNamespace(write=lambda *_, **__: None)  # type: ignore[assignment]
+        looks: list[bool] = []
+
+        class Busy:
+            streams = SimpleNamespace(answers=())
+            ended = False
+            begin_drain = staticmethod(lambda: None)
+
+            @property
+            def is_busy(self) -> bool:
+                looks.append(True)
+                return signals == 2 or len(looks) < 5
+
+            def end_answers(self) -> None:
+                self.ended = True
+
+        service: Any = Busy()
+        hurrying = asyncio.Event()
+        draining = asyncio.create_task(server._drain(service, hurrying))
+        while len(looks) < 3:
+            await asyncio.sleep(0)
+        if signals == 2:
+            hurrying.set()
+        await draining
+        assert service.ended
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_signals_that_follow_the_first_end_what_runs() -> None:
+    async def run() -> None:
+        ending, told = asyncio.Event(), []
+        with _on_signals(ending, lambda: told.append(ending.is_set())):
+            for expected in (0, 1, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not ending.is_set() or len(told) < expected:
+                    await asyncio.sleep(0)
+                assert told == [True] * expected
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_clients_that_take_nothing_are_not_waited_for_in_a_hurry() -> None:
+    app: Any = None
+    server = _Uvicorn(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=31))
+    server.hurry()  # answers are ended, and clients are still told
+    assert (server.config.timeout_graceful_shutdown, server.force_exit) == (5, False)
+    server.should_exit = True  # it waits for them
+    server.hurry()
+    assert server.force_exit
 
 
 # ---- Texts that are tokenized alone
