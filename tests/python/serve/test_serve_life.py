@@ -623,6 +623,25 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     assert code == 0 and str(tiny.directory) in out, err
 
 
+@pytest.mark.parametrize(("value", "strict"), [(None, "True"), ("0", "False"), ("1", "True")])
+def test_a_switch_of_the_environment_wins_over_the_file(
+    capsys: pytest.CaptureFixture[str],
+    tiny: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    value: str | None,
+    strict: str,
+) -> None:
+    """One that was off there did not: it has no word of the command line."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("strict: true")
+    if value is not None:
+        monkeypatch.setenv("QUIRE_STRICT", value)
+    code, out, err = run(capsys, "serve", str(tiny.directory), "--dry-run", "--config", str(path))
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (code, rows["strict"]) == (0, strict), err
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
