@@ -72,7 +72,7 @@ class Service:
         self.texts: collections.Counter[str] = collections.Counter()  # tokenized alone, by key
         self.draining = False
         self.prefill_endpoint: str | None = None  # where other processes have prompts computed
-        self._last_tokens: dict[Answer, float] = {}
+        self._last_tokens: dict[Answer, dict[int, float]] = {}  # when they came, by sample
         self._places: dict[Answer, Place] = {}
         self._probe: asyncio.Task[str | None] | None = None
         self._submitting = 0  # requests that are on their way to the engine
@@ -188,16 +188,18 @@ class Service:
     def _leave(self, place: Place, *, ran: bool) -> None:
         self.admission.leave(place, asyncio.get_running_loop().time(), ran=ran)
 
-    def _note_tokens(self, answer: Answer, tokens: int, now: float) -> None:
-        before = self._last_tokens.get(answer)
-        self._last_tokens[answer] = now
-        if before is None:
-            if answer in self._places:
-                self.admission.note_begun(self._places[answer])
-            if tokens > 1:  # of one step: the client waits for none of them
-                self.metrics.inter_token_latency.observe(0.0, tokens - 1)
-        else:
-            self.metrics.inter_token_latency.observe((now - before) / tokens, tokens)
+    def _note_tokens(self, answer: Answer, tokens: Mapping[int, int], now: float) -> None:
+        """tokens: by sample. The client waits for the first one of those that come together."""
+        last = self._last_tokens.setdefault(answer, {})
+        if not last and answer in self._places:
+            self.admission.note_begun(self._places[answer])
+        latency = self.metrics.inter_token_latency
+        for sample, count in tokens.items():
+            if sample in last:
+                latency.observe(now - last[sample])
+            if count > 1:
+                latency.observe(0.0, count - 1)
+            last[sample] = now
 
     # ---- Health
 

@@ -34,7 +34,7 @@ from quire.serve.grammar_probe import TooCostlyError
 from quire.serve.grammar_queue import GrammarQueue
 from quire.serve.guard import Guard
 from quire.serve.limits import Limits
-from quire.serve.metrics import _COUNTERS, _GAUGES, Metrics
+from quire.serve.metrics import _COUNTERS, _GAUGES, Histogram, Metrics
 from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook, LimitedProtocol
 from quire.serve.refusal_log import RefusalLog
@@ -189,12 +189,12 @@ class HandedOut:
         self.closed = False
         self._waiting: collections.deque[Piece] = collections.deque()
 
-    def hand_out(self, text: str, alternatives: int = 0) -> None:
+    def hand_out(self, text: str, alternatives: int = 0, sample: int = 0) -> None:
         piece = Piece(text)
         piece.ids, piece.logprobs, piece.top_logprobs = [7], None, None
         if alternatives:
             piece.logprobs, piece.top_logprobs = [-1.0], [[(i, -2.0) for i in range(alternatives)]]
-        piece.sample, piece.finish_reason, piece.result = 0, None, None
+        piece.sample, piece.finish_reason, piece.result = sample, None, None
         self._waiting.append(piece)
         self.most = max(self.most, len(self._waiting))
 
@@ -1495,6 +1495,37 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
         queue.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_the_time_between_tokens_is_that_of_each_sample() -> None:
+    """With n = 2 and two prompts it was a quarter of that, also for who is let in."""
+
+    class TwoSamples(HandedOut):
+        samples = (None, None)  # type: ignore[assignment]
+
+    async def run() -> None:
+        service: Any = Service.__new__(Service)
+        latency = Histogram((0.0, 2.0))
+        service.metrics = SimpleNamespace(inter_token_latency=latency)
+        service._last_tokens, service._places = {}, {}
+        limits = Limits()
+        engine: Any = SimpleNamespace(on_step=None)
+        streams = Streams(engine, service._note_tokens, limits, ConnectionBook(limits).refuse)
+        prompts: Any = [TwoSamples(), TwoSamples()]
+        answer = Answer(streams, prompts, 0.0, measured=True, keep=False)
+        for now in (1.0, 3.0, 5.0):
+            for prompt in prompts:
+                prompt.hand_out("x", sample=0)
+                prompt.hand_out("x", sample=1)
+            streams._poll(answer, now)
+        assert (latency.count, latency.sum) == (8, 16.0)
+        for _ in range(3):  # together
+            prompts[1].hand_out("x", sample=1)
+        streams._poll(answer, 12.0)
+        assert (latency.count, latency.sum, latency._counts) == (11, 23.0, [2, 8, 1])
+        answer.close()
+
+    asyncio.run(run())
 
 
 def test_counters_never_fall() -> None:
