@@ -7,7 +7,7 @@ What a request waits for is predicted from two measured speeds, from the first r
 - a place in the batch: a sample *runs* while no more than running_max are in work, and all above
   wait. Their time is the mean between the ends of two samples while some waited; before that was
   seen, it comes from the time of a token and from how long answers are. It is forgotten once none
-  waits: a mean that refuses all who would wait is corrected by no end.
+  waits: a mean that refuses each request that would wait is corrected by no end.
 
 The engine takes keys by turns, in proportion to their shares. So a request waits for all that its
 own key has, and of another key for what has a turn before it: the queue of one key is no reason to

@@ -91,7 +91,7 @@ async def answer_beside(
 ) -> T:
     """What the function of the reader makes of the headers that name the fields which were left: in
     a thread, once it is the key's turn. Its body counts until then, and it ends with its client
-    (ClientGone): what waits is bounded by those who wait for it."""
+    (ClientGone), so clients that have left have nothing that waits."""
     async with _reading(request, service, reader) as (make, headers):
         with _counted(request, service) as key:
             return await _while_there(request.receive, service, key, make, headers)

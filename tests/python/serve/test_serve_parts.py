@@ -615,7 +615,7 @@ def test_an_address_holds_no_more_connections_by_being_refused(
 @pytest.mark.parametrize("large", [False, True])
 def test_a_client_that_leaves_is_seen_behind_a_request_that_waits(large: bool) -> None:
     """uvicorn paused reading for a pipelined request: an answer without a stream held its pages
-    until it was complete, for nobody. A large body that waits, and what follows it, does so, too."""
+    until it was complete, for nobody. A large body that waits, and what follows, does so, too."""
     begun, gone = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
