@@ -205,7 +205,8 @@ class _ServeParser(arguments.Parser):
         values = {} if found.config is None else serve_config.read(self, found.config)
         model = values.pop("model", None)
         if values:
-            words = [*serve_config.file_words(self, found.config, values, _names(words)), *words]
+            taken = _names(words) | serve_config.environment_names(self, os.environ)
+            words = [*serve_config.file_words(self, found.config, values, taken), *words]
             found = super().parse_intermixed_args(words, namespace)
         found.model = found.model or os.environ.get(_MODEL_VARIABLE) or model
         return found

@@ -10,7 +10,7 @@ from typing import Any
 from quire.cli import arguments, models
 from quire.cli.arguments import UsageError
 
-__all__ = ["environment_words", "file_words", "read"]
+__all__ = ["environment_names", "environment_words", "file_words", "read"]
 
 _PREFIX = "QUIRE_"
 _FILE_BYTES_MAX = 1 << 20
@@ -25,13 +25,23 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Ac
             yield names[0], action
 
 
+def _variable(name: str) -> str:
+    return _PREFIX + name[2:].upper().replace("-", "_")
+
+
+def environment_names(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> set[str]:
+    """The options that the environment says something of: also switches that it leaves off, for
+    which there is no word."""
+    return {name for name, _ in _options(parser) if _variable(name) in environment}
+
+
 def environment_words(
     parser: argparse.ArgumentParser, environment: Mapping[str, str], given: set[str]
 ) -> list[str]:
     """The environment's options; none for those that are `given` on the command line."""
     words: list[str] = []
     for name, action in _options(parser):
-        variable = _PREFIX + name[2:].upper().replace("-", "_")
+        variable = _variable(name)
         value = environment.get(variable)
         if value is None or name in given:
             continue

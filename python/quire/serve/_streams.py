@@ -180,17 +180,17 @@ class Answer:
         for stream in self._opened:
             stream.close()
 
-    def _poll(self, now: float) -> int:
-        """Takes what is new from the engine; returns the number of new tokens."""
-        tokens = 0
+    def _poll(self, now: float) -> dict[int, int]:
+        """Takes what is new from the engine; returns the number of new tokens by sample."""
+        tokens: dict[int, int] = {}
         try:
             for prompt, stream in enumerate(self._opened):
-                tokens += self._take(prompt, stream.poll(_STEPS_PER_TURN))
+                self._take(prompt, stream.poll(_STEPS_PER_TURN), tokens)
             if self.result is None and len(self._results) == len(self._opened):
                 self.result = _joined([self._results[i] for i in range(len(self._opened))])
         except Exception as error:  # of a defect, too: the client that waits must hear of it
             self.fail(error)
-            return 0
+            return {}
         if tokens and self.first_token is None:
             self.first_token = now
         if self.result is not None:
@@ -203,16 +203,19 @@ class Answer:
         """Whether it is not over and more waits for its client than may."""
         return self.result is None and self._unread_bytes > self._streams.limits.unread_bytes
 
-    def _take(self, prompt: int, pieces: list[Piece]) -> int:
+    def _take(self, prompt: int, pieces: list[Piece], tokens: dict[int, int]) -> None:
+        """Counts them in `tokens`, by sample."""
         for piece in pieces:
-            self._add(prompt, piece)
+            index = self._add(prompt, piece)
+            if piece.ids:
+                tokens[index] = tokens.get(index, 0) + len(piece.ids)
         if pieces:
             self._news.set()
             if pieces[-1].result is not None:
                 self._results[prompt] = pieces[-1].result
-        return sum(len(piece.ids) for piece in pieces)
 
-    def _add(self, prompt: int, piece: Piece) -> None:
+    def _add(self, prompt: int, piece: Piece) -> int:
+        """Returns the number of its sample."""
         index = prompt * len(self._opened[prompt].samples) + piece.sample
         tops = piece.top_logprobs or []
         delta = self._deltas.setdefault(index, Delta(index))
@@ -226,6 +229,7 @@ class Answer:
         self._unread_bytes += size
         entries = len(piece.logprobs or ()) + sum(map(len, tops))
         self._hold(size + (_WRITTEN_BYTES * entries if self._keep else 0))
+        return index
 
 
 class Streams:
@@ -240,15 +244,15 @@ class Streams:
 
     Args:
         engine: its `on_step` is used here.
-        on_tokens: is given an answer, the number of its new tokens and the time of the event loop's
-            clock, once per step and measured answer.
+        on_tokens: is given an answer, the number of its new tokens by sample and the time of the
+            event loop's clock, once per step and measured answer.
         refuse: counts a limit that was met and gives the error of it, as ConnectionBook.refuse.
     """
 
     def __init__(
         self,
         engine: Engine,
-        on_tokens: Callable[[Answer, int, float], None],
+        on_tokens: Callable[[Answer, dict[int, int], float], None],
         limits: Limits,
         refuse: Callable[[str, int, str], BaseException],
     ) -> None:

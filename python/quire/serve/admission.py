@@ -6,7 +6,8 @@ What a request waits for is predicted from two measured speeds, from the first r
   KV was not there in the requests of the same key so far;
 - a place in the batch: a sample *runs* while no more than running_max are in work, and all above
   wait. Their time is the mean between the ends of two samples while some waited; before that was
-  seen, it comes from the time of a token and from how long answers are.
+  seen, it comes from the time of a token and from how long answers are. It is forgotten once none
+  waits: a mean that refuses each request that would wait is corrected by no end.
 
 The engine takes keys by turns, in proportion to their shares. So a request waits for all that its
 own key has, and of another key for what has a turn before it: the queue of one key is no reason to
@@ -155,18 +156,19 @@ class Admission:
         tokens = usage.completion_tokens / max(1, samples)
         self._answer_tokens = _smoothed(self._answer_tokens, tokens)
 
-    def leave(self, place: Place, now: float) -> None:
-        if self.samples > self._running_max:
+    def leave(self, place: Place, now: float, *, ran: bool = True) -> None:
+        """Counts a request out. ran: its samples had places in the batch, which are free now."""
+        if ran:
             if self._last_end is not None:
                 seconds = (now - self._last_end) / place.samples
                 self._seconds_per_sample = _smoothed(self._seconds_per_sample, seconds)
             self._last_end = now
-        else:
-            self._last_end = None
         self._places.pop(place, None)
         self._in_work[place.tenant] -= place.samples
         if not self._in_work[place.tenant]:
             del self._in_work[place.tenant]
+        if self.samples <= self._running_max:
+            self._last_end = self._seconds_per_sample = None
 
     def _sample_seconds(self, cost: Cost) -> float:
         """Between the ends of two samples while others wait."""

@@ -11,15 +11,14 @@ from starlette.requests import Request
 
 from quire._documents import compose_chat
 from quire.engine import Result, Sample, Usage
-from quire.errors import QuireError
 from quire.serve import generation as common
 from quire.serve._streams import Delta
-from quire.serve.calls import Call, read_body
+from quire.serve.calls import Call, answer_beside, read_body
 from quire.serve.documents import read_documents
 from quire.serve.fields import Fields
 from quire.serve.generation import Generation
 from quire.serve.grammars import Wanted, read_inner_format
-from quire.serve.problems import Problem, from_engine
+from quire.serve.problems import Problem
 from quire.serve.responses import JsonAnswer, View, answer, event
 from quire.serve.service import Service, blend_of, guesses_of, origin_of
 from quire.serve.tool_parser import Call as ToolCall
@@ -39,16 +38,10 @@ async def handle(request: Request, service: Service) -> Any:
 
 async def count_tokens(request: Request, service: Service) -> Any:
     """The number of tokens that the prompt of a message has."""
-    encode, headers = await read_body(request, service, _read_counted)
-    try:
-        ids = await service.streams.run(Call.of(request).tenant.name, encode)
-    except QuireError as error:
-        raise from_engine(error) from None
-    return JsonAnswer({"input_tokens": len(ids)}, headers=headers)
+    return await answer_beside(request, service, _read_counted)
 
 
-def _read_counted(fields: Fields, service: Service) -> Callable[[], list[int]]:
-    """What encodes the prompt."""
+def _read_counted(fields: Fields, service: Service) -> Callable[[dict[str, str]], JsonAnswer]:
     service.facts.check_name(fields)
     messages = _read_messages(fields, service)
     documents = read_documents(fields, messages, service.limits).get("documents", ())
@@ -62,7 +55,12 @@ def _read_counted(fields: Fields, service: Service) -> Callable[[], list[int]]:
     tools = _read_tools(fields, service, wanted)
     variables = {} if tools is None else {"tools": tools.entries}
     tokenizer = service.engine.tokenizer
-    return lambda: compose_chat(tokenizer, messages, texts, variables).ids
+
+    def make(headers: dict[str, str]) -> JsonAnswer:
+        ids = compose_chat(tokenizer, messages, texts, variables).ids
+        return JsonAnswer({"input_tokens": len(ids)}, headers=headers)
+
+    return make
 
 
 def _read(fields: Fields, service: Service) -> Generation:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TextIO, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
+from quire import errors
 from quire.serve.bounded_json import parse_object
 from quire.serve.fields import Fields, unknown_field
-from quire.serve.problems import Problem
+from quire.serve.problems import Problem, from_engine
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
 
-__all__ = ["Call", "ClientGone", "Log", "read_body"]
+__all__ = ["Call", "ClientGone", "Log", "answer_beside", "left", "read_body"]
 
 T = TypeVar("T")
 
@@ -77,6 +80,73 @@ async def read_body(
 ) -> tuple[T, dict[str, str]]:
     """What the reader makes of a body, and the headers that name the fields which it left. Problem
     for what is no JSON object, and as the reader raises. The reader may be called on any thread."""
+    async with _reading(request, service, reader) as found:
+        return found
+
+
+async def answer_beside(
+    request: Request,
+    service: Service,
+    reader: Callable[[Fields, Service], Callable[[dict[str, str]], T]],
+) -> T:
+    """What the function of the reader makes of the headers that name the fields which were left: in
+    a thread, once it is the key's turn. Its body counts until then, and it ends with its client
+    (ClientGone), so clients that have left have nothing that waits."""
+    async with _reading(request, service, reader) as (make, headers):
+        with _counted(request, service) as key:
+            return await _while_there(request.receive, service, key, make, headers)
+
+
+@contextlib.contextmanager
+def _counted(request: Request, service: Service) -> Iterator[str]:
+    """Counts a text of a key, of which the name is given. Problem for one too many."""
+    key, texts, limits = Call.of(request).tenant.name, service.texts, service.limits
+    if service.tenants.need_keys and texts[key] >= limits.queue_per_key:
+        message = f"this key has {texts[key]} texts that wait to be tokenized or are"
+        raise service.book.refuse("queue_per_key", 429, message)
+    if texts.total() >= limits.queue:
+        message = f"{texts.total()} texts wait to be tokenized or are"
+        raise service.book.refuse("queue", 503, message)
+    texts[key] += 1
+    try:
+        yield key
+    finally:
+        texts[key] -= 1
+        if not texts[key]:
+            del texts[key]
+
+
+async def _while_there(
+    receive: Receive, service: Service, key: str, function: Callable[..., T], *arguments: Any
+) -> T:
+    """What the function returns, called at the key's turn. ClientGone: its client has left."""
+    working = asyncio.create_task(service.streams.run(key, function, *arguments))
+    leaving = asyncio.create_task(left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    except errors.QuireError as error:
+        raise from_engine(error) from None
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+        del working  # a failure's traceback has this frame: both would stay
+
+
+async def left(receive: Receive) -> None:
+    """Returns once the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@contextlib.asynccontextmanager
+async def _reading(
+    request: Request, service: Service, reader: Callable[[Fields, Service], T]
+) -> AsyncIterator[tuple[T, dict[str, str]]]:
+    """What `read_body` gives. The body counts, but takes no memory, until this is left."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Also what keeps pages of other origins out, which cannot send it without being asked.
@@ -88,8 +158,11 @@ async def read_body(
     async with _body_of(request, service) as body:
         if len(body) > _LARGE_BODY_BYTES:
             key = Call.of(request).tenant.name
-            return await service.streams.run(key, _read, body, service, reader)
-        return _read(body, service, reader)
+            found = await service.streams.run(key, _read, body, service, reader)
+        else:
+            found = _read(body, service, reader)
+        body.clear()
+        yield found
 
 
 def _read(
@@ -103,14 +176,16 @@ def _read(
 @contextlib.asynccontextmanager
 async def _body_of(request: Request, service: Service) -> AsyncIterator[bytearray]:
     """The protocol keeps the limits of one body, and this one that of all together: those that are
-    read, and those that are parsed or wait for it. A key has a half, so that no other is kept out
-    by bodies that come slowly."""
+    read, and those that are parsed, or tokenized at once, or wait for it. A key has a half, so that
+    no other is kept out by bodies that come slowly."""
     key, body_bytes = Call.of(request).tenant.name, service.body_bytes
     most = service.limits.bodies_bytes
     body = bytearray()
+    size = 0
     try:
         async for part in request.stream():
             body += part
+            size += len(part)
             body_bytes[key] += len(part)
             own_most = most // 2 if service.tenants.need_keys else most
             if body_bytes.total() > most or body_bytes[key] > own_most:
@@ -119,7 +194,7 @@ async def _body_of(request: Request, service: Service) -> AsyncIterator[bytearra
     except ClientDisconnect:
         raise ClientGone from None
     finally:
-        body_bytes[key] -= len(body)
+        body_bytes[key] -= size
         if not body_bytes[key]:
             del body_bytes[key]
 

@@ -24,7 +24,7 @@ from quire.grammar import CompiledGrammar, Grammar
 from quire.serve.grammar_probe import GrammarProbe, TooCostlyError
 from quire.serve.limits import Limits
 from quire.serve.problems import Problem
-from quire.serve.turns import ByTurns, call_in
+from quire.serve.turns import ByTurns, call_in, started_pool
 
 __all__ = ["GrammarQueue"]
 
@@ -79,7 +79,7 @@ class GrammarQueue:
         # Why a grammar is refused at once, the last one last.
         self._costly: collections.OrderedDict[Grammar, str] = collections.OrderedDict()
         self._paused: dict[str, float] = {}  # until when, by tenant
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "quire-grammar")
+        self._pool = started_pool(1, "quire-grammar")
 
     async def compile(
         self, grammar: Grammar, special_texts: tuple[str, ...], tenant: str

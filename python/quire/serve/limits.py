@@ -15,16 +15,19 @@ class Limits:
         What stands between two parts of a body, or behind it, has at most header_bytes, too.
     body_*: of one request's body; it must come at body_rate_least bytes/s, after a grace of
         body_grace_seconds.
-    bodies_bytes: of all bodies that are being read or parsed; a key has at most a half of it.
+    bodies_bytes: of all bodies that are being read or parsed, or whose text is tokenized alone; a
+        key has at most a half of it.
     connections, connections_per_address: those of IPv6 are counted per /64.
     wrong_keys: requests without a valid API key that an address may send at once, and in a minute.
     idle_seconds: of a connection without a request.
-    pipelined: requests of one connection that wait for the one in work.
+    pipelined: requests of one connection that wait for the one in work; their bodies together have
+        at most 64 KiB.
     write_buffer_bytes: answers that the client has not taken; one that takes nothing of them for
         slow_client_seconds is cancelled.
     unread_bytes: of an answer's tokens that wait for a place in that buffer.
     answers_bytes: of the tokens of all answers that wait so, or are kept until an answer is whole.
-    queue, queue_per_key: requests that wait in the engine for their turn.
+    queue, queue_per_key: requests that wait in the engine for their turn; as many texts that are
+        tokenized alone.
     wait_seconds: a request that is predicted to wait longer is refused.
     grammars, grammars_per_key: that are being compiled or wait for it.
     grammar_seconds, grammar_bytes: of computing and of memory, to compile one; grammar_cache_bytes:

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import quire
-from quire.serve.calls import Call
+from quire.serve.calls import Call, left
 from quire.serve.metrics import TIERS
-from quire.serve.responses import STREAM_HEADERS, encoded_headers, event, left
+from quire.serve.responses import STREAM_HEADERS, encoded_headers, event
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
 

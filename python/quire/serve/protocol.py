@@ -9,12 +9,14 @@ in the middle of one; else the connection is closed after that answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -84,6 +86,7 @@ class _Refusal(Exception):
 # ends.
 _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 64 << 10
+_SEND_BUFFER_MAX = 2**31 - 1  # an int of C
 
 
 NoteRefusal = Callable[[str, int, str, str, float], None]
@@ -127,7 +130,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.set_write_buffer_limits(high=size)
         # The kernel's buffer grows to megabytes by itself, which a slow client would fill first.
         peer = transport.get_extra_info("socket")
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(size, _SEND_BUFFER_MAX))
         self._address = address_key(self.client)
         problem = self._book.add(self._address)
         if problem is not None and self._book.is_flooded_by(self._address):
@@ -156,7 +159,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_write_timer()
+        if not self.transport.is_closing():  # else the timer ends it, whatever is still taken
+            self._stop_write_timer()
 
     def _drop_slow_client(self) -> None:
         self._book.refuse("slow_client", 408, "")
@@ -222,8 +226,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self.data_received(b"\r\n".join([*lines, b"connection: close", b"", rest]))
 
     def _discard(self, data: bytes) -> None:
+        """Reads on while an answer is in progress: nothing else shows that its client leaves."""
         self._discarded_bytes += len(data)
-        if self._discarded_bytes > _LINGER_BYTES:
+        in_work = self._running is not None and self._answering and not self._running.disconnected
+        if self._discarded_bytes > _LINGER_BYTES and not in_work:
             self.flow.pause_reading()
 
     def _begin_header(self) -> None:
@@ -282,6 +288,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_read_timer(self._limits.body_grace_seconds, self._check_body_rate)
         self.scope["state"]["request_id"] = request_id(self.headers)
         super().on_headers_complete()
+        if self.pipeline:  # reading goes on, for only so is seen that the client has left
+            self.flow.resume_reading()
 
     def _check_headers(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -317,7 +325,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._framing_bytes = 0
         if self._body_bytes > self._limits.body_bytes:
             raise _Refusal(self._body_too_large())
+        if self.cycle is not self._running:
+            self._check_waiting_bodies(len(body))
         super().on_body(body)
+
+    def _check_waiting_bodies(self, more: int) -> None:
+        """Refuses more than uvicorn reads before it pauses: a client that leaves while reading is
+        paused is seen by nobody."""
+        waiting = more + sum(len(cycle.body) for cycle, _ in self.pipeline)
+        if waiting > HIGH_WATER_LIMIT:
+            message = f"requests that wait on this connection have {waiting} bytes in bodies"
+            message += f"; they may have {HIGH_WATER_LIMIT}"
+            raise _Refusal(self._book.refuse("pipelined", 429, message))
 
     def on_message_complete(self) -> None:
         if self._upgrades:
@@ -426,7 +445,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.transport.can_write_eof():  # not with TLS
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has closed already
+                self.transport.write_eof()
         self._start_read_timer(_LINGER_SECONDS, self._close)
 
     # ---- Timers

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from quire import errors
 from quire.engine import Result
 from quire.serve._streams import Answer, Delta
-from quire.serve.calls import Call, ClientGone
+from quire.serve.calls import Call, ClientGone, left
 from quire.serve.generation import Generation
 from quire.serve.prefill_pairs import told_of
 from quire.serve.problems import Problem, defect
@@ -31,7 +31,6 @@ __all__ = [
     "answer",
     "encoded_headers",
     "event",
-    "left",
 ]
 
 PREFIX_HEADER = "x-quire-prefix"
@@ -167,12 +166,6 @@ async def _submitted(
         if not submitting.done():
             submitting.cancel()
         del submitting  # a failure's traceback has this frame: both would stay
-
-
-async def left(receive: Receive) -> None:
-    """Returns once the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _prefix(request: Request, call: Call, generation: Generation, submitted: Answer) -> str:

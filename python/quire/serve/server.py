@@ -36,6 +36,7 @@ __all__ = ["ServerOptions", "bind", "serve"]
 
 _BACKLOG = 2048
 _FILES_BESIDE_CONNECTIONS = 256
+_HURRY_SECONDS = 5  # that clients have after a second signal to take what they are told
 _LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
 
 
@@ -75,7 +76,8 @@ def serve(
     """Answers until SIGINT, SIGTERM or SIGHUP; returns the exit code. `on_ready` is told the URL.
 
     The first signal refuses newcomers and lets answers end, and prompts for other processes; the
-    second one, or `drain_seconds`, ends them with an error. sockets: of `bind`.
+    second one, or `drain_seconds`, ends them with an error. The second one waits for nothing else
+    either. sockets: of `bind`.
     """
     url = _url(options, sockets[0])
     _allow_files(options.limits)
@@ -113,8 +115,14 @@ class _Server:
         hosts = None if open_to_all else _LOOPBACK_NAMES | {options.host}
         app = make_app(service, self._log, hosts=hosts, origins=options.origins)
         server = _Uvicorn(_uvicorn_config(app, service, self._log, options))
-        ending = asyncio.Event()
-        with _on_signals(ending, service.end_answers):
+        ending, hurrying = asyncio.Event(), asyncio.Event()
+
+        def end_now() -> None:
+            hurrying.set()
+            service.end_answers()
+            server.hurry()
+
+        with _on_signals(ending, end_now):
             listening = asyncio.create_task(server.serve(sockets=self._sockets))
             watching = asyncio.create_task(service.watch_progress())
             dividing = asyncio.create_task(self._divide_store())
@@ -124,7 +132,7 @@ class _Server:
             on_ready()
             self._notify("READY=1")
             await _first(ending, listening)
-            await self._drain(service)
+            await self._drain(service, hurrying)
             server.should_exit = True
             await listening
             watching.cancel()
@@ -154,7 +162,7 @@ class _Server:
         except OSError as error:  # a service manager that has gone ends no server
             self._log.write("warning", "notify", state=state, error=str(error))
 
-    async def _drain(self, service: Service) -> None:
+    async def _drain(self, service: Service, hurrying: asyncio.Event) -> None:
         service.begin_drain()
         self._notify("STOPPING=1")
         running = len(service.streams.answers)
@@ -162,7 +170,7 @@ class _Server:
         await asyncio.to_thread(self._engine.end_prefill)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_seconds):
-                while service.is_busy:
+                while service.is_busy and not hurrying.is_set():
                     await asyncio.sleep(0.02)
         service.end_answers()
 
@@ -207,6 +215,12 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def hurry(self) -> None:
+        """Does not wait for clients any more that take nothing: not for long where it does not wait
+        yet, for what they are told is on its way."""
+        self.config.timeout_graceful_shutdown = _HURRY_SECONDS
+        self.force_exit = self.should_exit
 
     async def wait_started(self, listening: asyncio.Task[None]) -> None:
         while not self.started:

@@ -69,9 +69,10 @@ class Service:
         self.kept = KeptResponses(limits)
         self.held_kv = HeldKV(engine, tenants)
         self.body_bytes: collections.Counter[str] = collections.Counter()  # in work, by key
+        self.texts: collections.Counter[str] = collections.Counter()  # tokenized alone, by key
         self.draining = False
         self.prefill_endpoint: str | None = None  # where other processes have prompts computed
-        self._last_tokens: dict[Answer, float] = {}
+        self._last_tokens: dict[Answer, dict[int, float]] = {}  # when they came, by sample
         self._places: dict[Answer, Place] = {}
         self._probe: asyncio.Task[str | None] | None = None
         self._submitting = 0  # requests that are on their way to the engine
@@ -108,7 +109,7 @@ class Service:
                 held_bytes=generation.held_bytes,
             )
         except BaseException as error:
-            self._leave(place)
+            self._leave(place, ran=False)
             if isinstance(error, errors.QuireError):
                 raise refusals.of_request(error, generation) from None
             raise
@@ -174,7 +175,8 @@ class Service:
         result."""
         answer.close()
         self._last_tokens.pop(answer, None)
-        self._leave(self._places.pop(answer))
+        ran = answer.first_token is not None or answer.result is not None
+        self._leave(self._places.pop(answer), ran=ran)
         if answer.result is None:
             self.metrics.note_finished(failed)
             return
@@ -183,19 +185,21 @@ class Service:
         for sample in answer.result.samples:
             self.metrics.note_finished(sample.finish_reason or failed)
 
-    def _leave(self, place: Place) -> None:
-        self.admission.leave(place, asyncio.get_running_loop().time())
+    def _leave(self, place: Place, *, ran: bool) -> None:
+        self.admission.leave(place, asyncio.get_running_loop().time(), ran=ran)
 
-    def _note_tokens(self, answer: Answer, tokens: int, now: float) -> None:
-        before = self._last_tokens.get(answer)
-        self._last_tokens[answer] = now
-        if before is None:
-            if answer in self._places:
-                self.admission.note_begun(self._places[answer])
-            if tokens > 1:  # of one step: the client waits for none of them
-                self.metrics.inter_token_latency.observe(0.0, tokens - 1)
-        else:
-            self.metrics.inter_token_latency.observe((now - before) / tokens, tokens)
+    def _note_tokens(self, answer: Answer, tokens: Mapping[int, int], now: float) -> None:
+        """tokens: by sample. The client waits for the first one of those that come together."""
+        last = self._last_tokens.setdefault(answer, {})
+        if not last and answer in self._places:
+            self.admission.note_begun(self._places[answer])
+        latency = self.metrics.inter_token_latency
+        for sample, count in tokens.items():
+            if sample in last:
+                latency.observe(now - last[sample])
+            if count > 1:
+                latency.observe(0.0, count - 1)
+            last[sample] = now
 
     # ---- Health
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 import quire
 from quire.serve import generation as common
-from quire.serve.calls import Call, read_body
+from quire.serve.calls import Call, answer_beside
 from quire.serve.fields import Fields
 from quire.serve.guard import STRANGER
 from quire.serve.metrics import CONTENT_TYPE
 from quire.serve.prefill_pairs import engine_id
-from quire.serve.problems import Problem, from_engine
+from quire.serve.problems import Problem
 from quire.serve.responses import JsonAnswer
 from quire.serve.service import Service
 from quire.text import Tokenizer
@@ -34,23 +34,27 @@ __all__ = [
     "version",
 ]
 
-T = TypeVar("T")
 _TOKENS_MAX = 65_536  # of /detokenize, where the model has no more positions
 
 
 async def tokenize(request: Request, service: Service) -> Any:
     """The token ids of a `prompt`, or of `messages` put through the chat template."""
-    encode, headers = await read_body(request, service, _read_text)
+    return await answer_beside(request, service, _read_text)
 
-    def made() -> JsonAnswer:  # in the thread, too: of a million tokens it takes tenths of a second
+
+def _read_text(fields: Fields, service: Service) -> Callable[[dict[str, str]], JsonAnswer]:
+    encode = _read_encoder(fields, service)
+    positions = service.facts.positions
+
+    def make(headers: dict[str, str]) -> JsonAnswer:  # of a million tokens in tenths of a second
         ids = encode()
-        content = {"tokens": ids, "count": len(ids), "max_model_len": service.facts.positions}
+        content = {"tokens": ids, "count": len(ids), "max_model_len": positions}
         return JsonAnswer(content, headers=headers)
 
-    return await _run(request, service, made)
+    return make
 
 
-def _read_text(fields: Fields, service: Service) -> Callable[[], list[int]]:
+def _read_encoder(fields: Fields, service: Service) -> Callable[[], list[int]]:
     """What encodes it."""
     service.facts.check_name(fields)
     tokenizer = service.engine.tokenizer
@@ -78,26 +82,17 @@ def _chat_ids(
 
 async def detokenize(request: Request, service: Service) -> Any:
     """The text of `tokens`."""
-    decode, headers = await read_body(request, service, _read_tokens)
-    text = await _run(request, service, decode)
-    return JsonAnswer({"prompt": text}, headers=headers)
+    return await answer_beside(request, service, _read_tokens)
 
 
-def _read_tokens(fields: Fields, service: Service) -> Callable[[], str]:
-    """What decodes them."""
+def _read_tokens(fields: Fields, service: Service) -> Callable[[dict[str, str]], JsonAnswer]:
     service.facts.check_name(fields)
     ids = fields.entries("tokens", max(service.facts.positions, _TOKENS_MAX))
     vocab_size = service.facts.vocab_size
     if ids is None or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         fields.refuse("tokens", f"a list of token ids from 0 to {vocab_size - 1}")
-    return functools.partial(service.engine.tokenizer.decode, ids, skip_special_tokens=False)
-
-
-async def _run(request: Request, service: Service, function: Callable[[], T]) -> T:
-    try:
-        return await service.streams.run(Call.of(request).tenant.name, function)
-    except quire.QuireError as error:
-        raise from_engine(error) from None
+    decode = functools.partial(service.engine.tokenizer.decode, ids, skip_special_tokens=False)
+    return lambda headers: JsonAnswer({"prompt": decode()}, headers=headers)
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:

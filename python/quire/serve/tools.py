@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from quire._json_schema import embedded_schema
-from quire.grammar import Grammar
 from quire.serve.fields import Fields
 from quire.serve.grammars import Wanted, wanted
 from quire.serve.limits import Limits
@@ -70,7 +69,7 @@ def read_tools(
     elif format is None:
         shape = calls.within_text()
     else:
-        shape = {"type": "or", "elements": [calls.alone(), _as_element(format.grammar)]}
+        shape = {"type": "or", "elements": [calls.alone(), _as_element(format)]}
     tag = {"structural_tag": {"type": "structural_tag", "format": shape}}
     return Tools(listed, wanted(field, tag))
 
@@ -139,15 +138,20 @@ def _json_element(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": embedded_schema(schema), **blanks}
 
 
-def _as_element(grammar: Grammar) -> dict[str, Any]:
-    """A grammar as a part of another one."""
+def _as_element(wanted: Wanted) -> dict[str, Any]:
+    """A grammar as a part of another one. Problem (400) with its field where it cannot be one."""
+    grammar = wanted.grammar
     if grammar.kind == "json_schema":
         return _json_element(json.loads(grammar.text))
     if grammar.kind == "regex":
         return {"type": "regex", "pattern": grammar.text}
     if grammar.kind == "grammar":
         return {"type": "grammar", "grammar": grammar.text}
-    return dict(json.loads(grammar.text).get("format", {}))
+    shape = json.loads(grammar.text).get("format")
+    if not isinstance(shape, dict):
+        message = f"{wanted.field}.format must be an object beside tools"
+        raise Problem(400, message, param=wanted.field, code="invalid_value")
+    return shape
 
 
 def _read_choice(fields: Fields) -> str:

@@ -11,12 +11,13 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from quire import errors
 
-__all__ = ["ByTurns", "Turns", "call_in"]
+__all__ = ["ByTurns", "Turns", "call_in", "started_pool"]
 
 T = TypeVar("T")
 
@@ -72,16 +73,34 @@ class _Work:
     done: asyncio.Future[Any]
 
 
+def started_pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
+    """A pool whose threads all run already: one that the system refuses later would cost the work
+    that it was for, and its place. OutOfMemoryError: the system refuses one now."""
+    pool = concurrent.futures.ThreadPoolExecutor(threads, name)
+    all_run = threading.Barrier(threads)
+    try:
+        for _ in range(threads):
+            pool.submit(all_run.wait)  # each thread waits, so the next one needs another thread
+    except RuntimeError as error:
+        all_run.abort()
+        pool.shutdown()
+        raise errors.OutOfMemoryError(
+            f"the server cannot start {threads} threads {name}: {error}; allow this user or "
+            "container more processes"
+        ) from None
+    return pool
+
+
 class Turns:
     """For the event loop's thread.
 
     Args:
-        threads: at least 2.
+        threads: at least 2. OutOfMemoryError: the system refuses one.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, "quire-serve")
+        self._pool = started_pool(threads, "quire-serve")
         self._waiting: ByTurns[_Work] = ByTurns()
         self._running: collections.Counter[str] = collections.Counter()
         self._closed = False

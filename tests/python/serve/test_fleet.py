@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from balancers import front_of, vllm_router
 from program import ROOT, free_port
 from server_process import DEADLINE, LOADS, Server, running
@@ -178,3 +179,12 @@ def test_a_conversation_keeps_one_prefix(keyed: Server) -> None:
 def test_the_page_of_the_fleet_names_what_there_is() -> None:
     for word in ("x-quire-prefix", "--kv-redis", "/health/live", "vllm-router"):
         assert word in PAGE
+
+
+def test_the_pod_of_the_page_gets_no_variables_of_services() -> None:
+    """Beside a Service named quire it ended at its start: QUIRE_PORT was an address."""
+    example = PAGE.split("## Kubernetes")[1]
+    found = re.search(r"(?:^    .*\n)+", example, re.MULTILINE)
+    assert found is not None
+    pod = yaml.safe_load(textwrap.dedent(found[0]))
+    assert pod["containers"][0]["name"] == "quire" and pod["enableServiceLinks"] is False

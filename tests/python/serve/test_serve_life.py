@@ -379,6 +379,65 @@ def test_admission_is_told_what_a_prompt_takes() -> None:
         admission.enter(ann, Cost(1), 0)
 
 
+def test_admission_forgets_a_slow_time_once_nobody_waits() -> None:
+    """Two ends 70 s apart, and whatever would have waited was refused until a restart: nothing
+    that waited could end, and so nothing could correct the mean."""
+    ann = Tenant("ann", 1, b"a")
+    admission = Admission(Limits(wait_seconds=60), running_max=2, share_total=1)
+    first, *places = [admission.enter(ann, Cost(1), 0) for _ in range(5)]
+    admission.leave(first, 0.0)
+    admission.leave(places.pop(), 70.0)
+    with pytest.raises(Problem) as caught:
+        admission.enter(ann, Cost(1), 0)
+    assert caught.value.code == "would_wait"
+    admission.leave(places.pop(), 140.0)  # nobody waits now
+    for second in range(5):
+        places.append(admission.enter(ann, Cost(1), 0))
+        admission.leave(places.pop(0), 141.0 + second)
+
+    admission = Admission(Limits(wait_seconds=60), running_max=2, share_total=1)
+    for now in (0.0, 1000.0, 1001.0):  # what lies between was no time of a sample
+        admission.leave(admission.enter(ann, Cost(3), 0), now)
+
+
+def test_requests_that_never_ran_are_no_ends_of_samples() -> None:
+    """A hundred that were cancelled while they waited made answers of 10 s ones of 0.1 s."""
+    ann = Tenant("ann", 1, b"a")
+    admission = Admission(Limits(wait_seconds=35), running_max=2, share_total=1)
+    places = [admission.enter(ann, Cost(1), 0) for _ in range(6)]
+    admission.leave(places.pop(), 0.0)
+    for number in range(100):
+        admission.leave(admission.enter(ann, Cost(1), 0), 0.05 * number, ran=False)
+    admission.leave(places.pop(), 10.0)
+    admission.enter(ann, Cost(1), 0)
+    with pytest.raises(Problem, match="about 40 s"):
+        admission.enter(ann, Cost(1), 0)
+
+
+@pytest.mark.parametrize(("first_token", "ran"), [(None, False), (1.0, True)])
+def test_what_is_cancelled_before_its_first_token_never_ran(
+    first_token: float | None, ran: bool
+) -> None:
+    class Cancelled:
+        result = None
+
+        def close(self) -> None:
+            pass
+
+    async def finished() -> list[bool]:
+        found: list[bool] = []
+        answer: Any = Cancelled()
+        answer.first_token = first_token
+        service: Any = Service.__new__(Service)
+        service.admission = SimpleNamespace(leave=lambda *_, ran: found.append(ran))
+        service.metrics = SimpleNamespace(note_finished=lambda reason: None)
+        service._last_tokens, service._places = {}, {answer: None}
+        service.finish(answer, Generation([], {}), Tenant("ann"), "cancelled")
+        return found
+
+    assert asyncio.run(finished()) == [ran]
+
+
 def test_a_full_server_says_when_to_come_back(tiny: TinyModel) -> None:
     limits = ("--limit", "queue=1", "--max-num-sequences", "1", *PATIENT)
     with running(tiny.directory, "--no-prefix-cache", "--page-size", "16", *limits) as server:
@@ -562,6 +621,25 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
     monkeypatch.setenv("QUIRE_MODEL", str(tiny.directory))
     code, out, err = run(capsys, "serve", "--dry-run", "--config", str(other))
     assert code == 0 and str(tiny.directory) in out, err
+
+
+@pytest.mark.parametrize(("value", "strict"), [(None, "True"), ("0", "False"), ("1", "True")])
+def test_a_switch_of_the_environment_wins_over_the_file(
+    capsys: pytest.CaptureFixture[str],
+    tiny: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    value: str | None,
+    strict: str,
+) -> None:
+    """One that was off there did not: it has no word of the command line."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("strict: true")
+    if value is not None:
+        monkeypatch.setenv("QUIRE_STRICT", value)
+    code, out, err = run(capsys, "serve", str(tiny.directory), "--dry-run", "--config", str(path))
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (code, rows["strict"]) == (0, strict), err
 
 
 @pytest.mark.parametrize(

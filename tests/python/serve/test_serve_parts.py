@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import errno
 import gc
 import io
 import json
+import os
+import signal
+import socket
 import ssl
 import subprocess
 import threading
@@ -22,19 +26,20 @@ import uvicorn
 from quire import errors
 from quire.engine import Piece, Result, StepTimes, Usage
 from quire.grammar import CompiledGrammar, Grammar
-from quire.serve import protocol
+from quire.serve import anthropic_messages, protocol, text_routes
 from quire.serve._streams import Answer, Streams
 from quire.serve.calls import Call, ClientGone, Log, read_body
-from quire.serve.generation import Generation
+from quire.serve.generation import Generation, ModelFacts
 from quire.serve.grammar_probe import TooCostlyError
 from quire.serve.grammar_queue import GrammarQueue
 from quire.serve.guard import Guard
 from quire.serve.limits import Limits
-from quire.serve.metrics import _COUNTERS, _GAUGES, Metrics
+from quire.serve.metrics import _COUNTERS, _GAUGES, Histogram, Metrics
 from quire.serve.problems import Problem
 from quire.serve.protocol import ConnectionBook, LimitedProtocol
 from quire.serve.refusal_log import RefusalLog
 from quire.serve.responses import _EventAnswer, _submitted, answer, event
+from quire.serve.server import _on_signals, _Server, _Uvicorn
 from quire.serve.service import Service
 from quire.serve.tenants import ANYONE, Tenant
 from quire.serve.turns import Turns
@@ -184,12 +189,12 @@ class HandedOut:
         self.closed = False
         self._waiting: collections.deque[Piece] = collections.deque()
 
-    def hand_out(self, text: str, alternatives: int = 0) -> None:
+    def hand_out(self, text: str, alternatives: int = 0, sample: int = 0) -> None:
         piece = Piece(text)
         piece.ids, piece.logprobs, piece.top_logprobs = [7], None, None
         if alternatives:
             piece.logprobs, piece.top_logprobs = [-1.0], [[(i, -2.0) for i in range(alternatives)]]
-        piece.sample, piece.finish_reason, piece.result = 0, None, None
+        piece.sample, piece.finish_reason, piece.result = sample, None, None
         self._waiting.append(piece)
         self.most = max(self.most, len(self._waiting))
 
@@ -607,6 +612,143 @@ def test_an_address_holds_no_more_connections_by_being_refused(
     assert book.per_address == {}
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_a_client_that_leaves_is_seen_behind_a_request_that_waits(large: bool) -> None:
+    """uvicorn paused reading for a pipelined request: an answer without a stream held its pages
+    until it was complete, for nobody. A large body that waits, and what follows, does so, too."""
+    begun, gone = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    async def run() -> None:
+        config = uvicorn.Config(app, log_config=None, lifespan="off", interface="asgi3")
+        config.load()
+        book = ConnectionBook(Limits())
+        connection = _protocol(config, ServerState(), book)
+        loop = asyncio.get_running_loop()
+        async with await loop.create_server(lambda: connection, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /a HTTP/1.1\r\nhost: a\r\n\r\n")
+            await begun.wait()
+            size = 1 << 20 if large else 10
+            writer.write(b"POST /b HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size)
+            writer.write(b"x" * size)
+            await writer.drain()
+            while not (book.refused or connection.pipeline):
+                await asyncio.sleep(0)
+            writer.close()
+            await gone.wait()
+            assert book.refused == ({"pipelined": 1} if large else {})
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+class PeerTransport(asyncio.Transport):
+    """A connection to a peer that takes nothing more. sent_eof: what writing its end gives."""
+
+    def __init__(self, sent_eof: Exception | None = None) -> None:
+        self.options: list[tuple[int, int, int]] = []
+        self.written = b""
+        self.closing = self.aborted = False
+        self._sent_eof = sent_eof
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        peer = SimpleNamespace(
+            setsockopt=lambda *option: self.options.append(option),
+            family=socket.AF_INET,
+            getsockname=lambda: ("127.0.0.1", 1),
+            getpeername=lambda: ("127.0.0.1", 2),
+        )
+        return {"socket": peer, "peername": ("127.0.0.1", 2)}.get(name, default)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        if self._sent_eof is not None:
+            raise self._sent_eof
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.closing = self.aborted = True
+
+
+def _connected(transport: PeerTransport, limits: Limits) -> LimitedProtocol:
+    config = uvicorn.Config(lambda: None, log_config=None, lifespan="off", interface="asgi3")
+    config.load()
+    connection = _protocol(config, ServerState(), ConnectionBook(limits))
+    connection.connection_made(transport)
+    return connection
+
+
+def test_a_closed_connection_ends_in_time_whatever_its_client_takes() -> None:
+    """asyncio tells that there is room again on closed connections, too: that stopped the timer,
+    and a client that took no more had its connection for ever."""
+
+    async def run() -> None:
+        transport = PeerTransport()
+        connection = _connected(transport, Limits())
+        connection.pause_writing()
+        connection._close()
+        connection.resume_writing()
+        timer = connection._write_timer
+        assert timer is not None and not timer.cancelled() and not transport.aborted
+        timer._run()
+        assert transport.aborted
+        connection.connection_lost(None)
+
+        connection = _connected(PeerTransport(), Limits())
+        connection.pause_writing()
+        connection.resume_writing()  # an open one: there is nothing to end
+        assert connection._write_timer is None
+        connection.connection_lost(None)
+
+    asyncio.run(run())
+
+
+def test_a_refused_client_that_has_left_is_no_defect() -> None:
+    """Each was a traceback in the log: the end of what is written cannot be told to it."""
+
+    async def run() -> None:
+        transport = PeerTransport(OSError(errno.ENOTCONN, "not connected"))
+        connection = _connected(transport, Limits(connections=0))
+        assert transport.written.startswith(b"HTTP/1.1 503")
+        assert connection._read_timer is not None  # closes it
+        connection.connection_lost(None)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("size", "taken"), [(4096, 4096), (2**31, 2**31 - 1), (2**40, 2**31 - 1)])
+def test_a_write_buffer_of_any_size_is_taken(size: int, taken: int) -> None:
+    async def run() -> None:
+        transport = PeerTransport()
+        connection = _connected(transport, Limits(write_buffer_bytes=size))
+        assert transport.options == [(socket.SOL_SOCKET, socket.SO_SNDBUF, taken)]
+        with socket.socket() as real:
+            real.setsockopt(*transport.options[0])
+        connection.connection_lost(None)
+
+    asyncio.run(run())
+
+
 # ---- Refusals in the log, and wrong keys
 
 
@@ -721,6 +863,202 @@ def test_many_logprobs_are_written_beside_the_event_loop(tokens: int, apart: boo
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
     assert (threads != [threading.main_thread()]) == apart
+
+
+# ---- The end
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_second_signal_waits_for_nothing(signals: int) -> None:
+    """It ended answers alone: with a prompt of another process in work, or a request on its way to
+    the engine, the server went on for all of the drain's time."""
+
+    async def run() -> None:
+        options: Any = SimpleNamespace(json_log=True, drain_seconds=None)  # for ever
+        engine: Any = SimpleNamespace(end_prefill=lambda: None)
+        server = _Server(engine, options, [])
+        server._log = SimpleNamespace(write=lambda *_, **__: None)  # type: ignore[assignment]
+        looks: list[bool] = []
+
+        class Busy:
+            streams = SimpleNamespace(answers=())
+            ended = False
+            begin_drain = staticmethod(lambda: None)
+
+            @property
+            def is_busy(self) -> bool:
+                looks.append(True)
+                return signals == 2 or len(looks) < 5
+
+            def end_answers(self) -> None:
+                self.ended = True
+
+        service: Any = Busy()
+        hurrying = asyncio.Event()
+        draining = asyncio.create_task(server._drain(service, hurrying))
+        while len(looks) < 3:
+            await asyncio.sleep(0)
+        if signals == 2:
+            hurrying.set()
+        await draining
+        assert service.ended
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_signals_that_follow_the_first_end_what_runs() -> None:
+    async def run() -> None:
+        ending, told = asyncio.Event(), []
+        with _on_signals(ending, lambda: told.append(ending.is_set())):
+            for expected in (0, 1, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not ending.is_set() or len(told) < expected:
+                    await asyncio.sleep(0)
+                assert told == [True] * expected
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_clients_that_take_nothing_are_not_waited_for_in_a_hurry() -> None:
+    app: Any = None
+    server = _Uvicorn(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=31))
+    server.hurry()  # answers are ended, and clients are still told
+    assert (server.config.timeout_graceful_shutdown, server.force_exit) == (5, False)
+    server.should_exit = True  # it waits for them
+    server.hurry()
+    assert server.force_exit
+
+
+# ---- Texts that are tokenized alone
+
+
+class Texts:
+    """A service of /tokenize, /detokenize and /v1/messages/count_tokens, whose tokenizer waits
+    until it is told to go on. begun: texts that it was given."""
+
+    def __init__(self, *, need_keys: bool = True, **limits: Any) -> None:
+        self.begun: list[str] = []
+        self.go_on = threading.Semaphore(0)
+        self.turns = Turns(2)
+        found = Limits(**limits)
+        tokenizer = SimpleNamespace(
+            encode=self._encode,
+            decode=lambda ids, **_: self._encode(f"{ids}") and "text",
+            encode_chat=lambda messages, **_: self._encode(messages[0]["content"]),
+            chat_template=None,
+        )
+        self.service: Any = SimpleNamespace(
+            limits=found,
+            strict=False,
+            body_bytes=collections.Counter(),
+            texts=collections.Counter(),
+            tenants=SimpleNamespace(need_keys=need_keys),
+            book=ConnectionBook(found),
+            streams=self.turns,
+            tool_parser=None,
+            template="",
+            engine=SimpleNamespace(tokenizer=tokenizer),
+            facts=ModelFacts(("tiny",), 100, 100, 0),
+        )
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        self.begun.append(text)
+        assert self.go_on.acquire(timeout=DEADLINE)
+        return [1, 2]
+
+    def ask(
+        self,
+        body: dict[str, Any],
+        leaving: asyncio.Event,
+        route: Callable[..., Any] = text_routes.tokenize,
+        tenant: Tenant = ANYONE,
+    ) -> asyncio.Task[Any]:
+        """The answer to a client that is there until the event is set."""
+        data = json.dumps(body).encode()
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield data
+
+        async def receive() -> dict[str, str]:
+            await leaving.wait()
+            return {"type": "http.disconnect"}
+
+        request: Any = SimpleNamespace(
+            headers={"content-type": "application/json"},
+            stream=stream,
+            receive=receive,
+            scope={"state": {"call": Call("id", tenant)}},
+        )
+        return asyncio.create_task(route(request, self.service))
+
+
+async def _loop_turns() -> None:
+    """More turns of the event loop than anything takes that waits for no thread and no time."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (text_routes.tokenize, {"prompt": "second"}),
+        (text_routes.detokenize, {"tokens": [5, 6]}),
+        (
+            anthropic_messages.count_tokens,
+            {"messages": [{"role": "user", "content": "second"}]},
+        ),
+    ],
+)
+def test_a_text_of_a_client_that_left_does_not_wait(
+    route: Callable[..., Any], body: dict[str, Any]
+) -> None:
+    """One client that asked and closed, again and again, had thousands of texts wait for a thread,
+    which nothing counted: hundreds of megabytes within seconds."""
+
+    async def run() -> None:
+        texts = Texts()
+        stays, leaves = asyncio.Event(), asyncio.Event()
+        first = texts.ask({"prompt": "first"}, stays)
+        second = texts.ask(body, leaves, route)
+        await _loop_turns()
+        service = texts.service
+        size = len(json.dumps({"prompt": "first"})) + len(json.dumps(body))
+        assert service.body_bytes.total() == size and len(texts.turns._waiting) == 1
+        leaves.set()
+        await _loop_turns()
+        assert second.done() and isinstance(second.exception(), ClientGone)
+        assert len(texts.turns._waiting) == 0
+        texts.go_on.release()
+        assert (await first).status == 200 and texts.begun == ["first"]
+        assert not service.body_bytes and not service.texts
+        texts.turns.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+@pytest.mark.parametrize(
+    ("need_keys", "code", "status"), [(True, "queue_per_key", 429), (False, "queue", 503)]
+)
+def test_texts_that_are_tokenized_are_bounded(need_keys: bool, code: str, status: int) -> None:
+    async def run() -> None:
+        limits = {"queue_per_key": 3, "queue": 9 if need_keys else 3}
+        texts = Texts(need_keys=need_keys, **limits)
+        stays = asyncio.Event()
+        tasks = [texts.ask({"prompt": f"{i}"}, stays) for i in range(4)]
+        await _loop_turns()
+        refused = tasks.pop()
+        assert refused.done()
+        problem = refused.exception()
+        assert isinstance(problem, Problem)
+        assert (problem.status, problem.code, problem.retry_after) == (status, code, 1)
+        if need_keys:
+            tasks.append(texts.ask({"prompt": "of another key"}, stays, tenant=Tenant("bob")))
+        texts.go_on.release(len(tasks))
+        assert [(await task).status for task in tasks] == [200] * len(tasks)
+        assert not texts.service.texts and not texts.service.body_bytes
+        texts.turns.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
 
 
 # ---- Threads
@@ -848,6 +1186,42 @@ def test_what_fails_in_a_thread_is_free_at_once() -> None:
     with _without_collector():
         asyncio.run(run())
         assert [each() for each in refused] == [None]
+
+
+def test_a_system_without_threads_costs_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that it refused later cost a place for ever: four of them ended all tokenizing."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run() -> None:
+        turns, engine = Turns(2), SlowEngine()
+        queue = _queue(engine)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        found = [turns.run("ann", str, number) for number in range(5)]
+        assert await asyncio.gather(*found) == ["0", "1", "2", "3", "4"]
+        engine.go_on.release()
+        assert (await _begin(queue, "ann", "a")).handle.text == "a"
+        turns.close()
+        queue.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_a_system_without_threads_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(errors.OutOfMemoryError, match="cannot start 4 threads quire-serve: can't"):
+        Turns(4)
+    assert len(started) == 2 and not any(thread.is_alive() for thread in started)
 
 
 # ---- Grammars
@@ -1121,6 +1495,37 @@ def test_a_grammar_that_takes_too_long_is_refused() -> None:
         queue.close()
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE))
+
+
+def test_the_time_between_tokens_is_that_of_each_sample() -> None:
+    """With n = 2 and two prompts it was a quarter of that, also for who is let in."""
+
+    class TwoSamples(HandedOut):
+        samples = (None, None)  # type: ignore[assignment]
+
+    async def run() -> None:
+        service: Any = Service.__new__(Service)
+        latency = Histogram((0.0, 2.0))
+        service.metrics = SimpleNamespace(inter_token_latency=latency)
+        service._last_tokens, service._places = {}, {}
+        limits = Limits()
+        engine: Any = SimpleNamespace(on_step=None)
+        streams = Streams(engine, service._note_tokens, limits, ConnectionBook(limits).refuse)
+        prompts: Any = [TwoSamples(), TwoSamples()]
+        answer = Answer(streams, prompts, 0.0, measured=True, keep=False)
+        for now in (1.0, 3.0, 5.0):
+            for prompt in prompts:
+                prompt.hand_out("x", sample=0)
+                prompt.hand_out("x", sample=1)
+            streams._poll(answer, now)
+        assert (latency.count, latency.sum) == (8, 16.0)
+        for _ in range(3):  # together
+            prompts[1].hand_out("x", sample=1)
+        streams._poll(answer, 12.0)
+        assert (latency.count, latency.sum, latency._counts) == (11, 23.0, [2, 8, 1])
+        answer.close()
+
+    asyncio.run(run())
 
 
 def test_counters_never_fall() -> None:

@@ -239,6 +239,17 @@ def test_unknown_fields_within_others_are_named() -> None:
     assert read_wanted(fields) is not None and fields.unknown() == ["structured_outputs.f"]
 
 
+@pytest.mark.parametrize("tag", [{"format": 5}, {"format": "x"}, {"format": [1]}, {}])
+def test_a_structural_tag_that_is_no_part_of_another_one_is_named(tag: Any) -> None:
+    """It was an error of the server, 500."""
+    fields = Fields({"tools": TOOLS, "structured_outputs": {"structural_tag": tag}})
+    format = read_wanted(fields)
+    with pytest.raises(Problem, match=r"structural_tag\.format must be an object") as caught:
+        read_tools(fields, Limits(), "hermes", "", format)
+    found = caught.value
+    assert (found.status, found.param) == (400, "structured_outputs.structural_tag")
+
+
 @pytest.mark.parametrize(
     ("read", "schema", "choice"),
     [
