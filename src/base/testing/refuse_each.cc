@@ -38,6 +38,8 @@ void RefuseEach(const std::string& name, StatusCode expected, const std::functio
   EXPECT_GT(refusals, 0) << "the call allocates nothing";
 }
 
+bool AllocationRefused() { return allocation_refused; }
+
 AllocationsAllowed::AllocationsAllowed() : left_(std::exchange(allocations_left, -1)) {}
 AllocationsAllowed::~AllocationsAllowed() { allocations_left = left_; }
 
