@@ -279,6 +279,30 @@ TEST(TokenFilter, OneThatFailsEndsItsRequestAlone) {
   }
 }
 
+// All others waited until the requests before it had ended.
+TEST(TokenFilter, OneThatCannotBeForkedEndsInTheFirstStepOfItsPrompt) {
+  const Script script = HashScript(2);
+  script->fault = [calls = 0]() mutable {  // the second sample has none
+    return ++calls == 2 ? Status(StatusCode::kIoError, "asked for") : Status();
+  };
+  Server server({.chunk = 64});
+  Prepare(server.model);
+  const int64_t before = server.Submit({4, 5}, {.max_tokens = 8});
+  SamplingOptions options{.max_tokens = 8, .n = 2};
+  options.filter = FilterOf(script);
+  const int64_t id = server.Submit({1, 2, 3}, options);
+  const int64_t behind = server.Submit({4, 6}, {.max_tokens = 8});
+  ASSERT_TRUE(server.Step().ok());
+  const Answer& failed = server.answers[{id, 1}];
+  EXPECT_EQ(failed.reason, FinishReason::kError);
+  EXPECT_EQ(failed.error,
+            "IoError: asked for; SamplingOptions::filter failed for token 3 of sample 1");
+  for (const auto& key : {std::pair(before, int64_t{0}), {id, 0}, {behind, 0}})
+    EXPECT_EQ(server.answers[key].tokens.size(), 1U) << key.first;
+  server.Finish();
+  EXPECT_EQ((server.answers[{behind, 0}].reason), FinishReason::kLength);
+}
+
 // The others computed the prompt again.
 TEST(TokenFilter, OneThatFailsForASampleLeavesThePromptToTheOthers) {
   const Script script =
