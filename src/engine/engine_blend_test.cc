@@ -282,6 +282,45 @@ TEST_P(EngineBlend, ABlendBehindALongerExactBeginningIsKeptForNobody) {
   EXPECT_EQ(again.bits, first.bits);
 }
 
+using EngineBlendGuesses = EngineBlend;
+INSTANTIATE_TEST_SUITE_P(Models, EngineBlendGuesses, testing::Values(Variants().front()),
+                         [](const auto& variant) { return std::string(variant.param.name); });
+
+// So is one whose documents were given up for the guesses of another sample in the step that would
+// have moved them, after it was planned. How many pages lead to that is tried.
+TEST_P(EngineBlendGuesses, ABlendThatGuessesTookADocumentFromIsKeptForNobody) {
+  const Question question = Ask({1, 2, 3, 4}, 1), other = Ask({4, 3, 2, 1}, 2);
+  EngineOptions options = Options();
+  options.page_size = 4;
+  options.max_tree_nodes = 24;
+  options.blend_piece = 160;  // one piece for the prompt
+  const Outcome alone = Generate(Create(options).get(), question.prompt, Blend(question, 0.1));
+  const Tokens decoding = RandomTokens(9, kVocab, 50);
+  SamplingOptions guessing = Exact(60);
+  for (const auto& [token, logprob] : Generate(Create().get(), decoding, guessing).bits)
+    guessing.predicted_tokens.push_back(token);
+  guessing.speculation = Speculation{.draft = DraftKind::kNGram, .draft_tokens = 23};
+  const int64_t page_bytes = Engine::PlanMemory(options)->page_bytes;
+  int64_t lacking = 0;
+  for (int64_t pages = 66; pages < 78; ++pages) {
+    SCOPED_TRACE(pages);
+    options.kv_bytes = pages * page_bytes;
+    const auto engine = Create(options);
+    Generate(engine.get(), other.prompt, Blend(other, 0.1));
+    Outcomes outcomes;
+    Begin(engine.get(), decoding, guessing, &outcomes);
+    const SamplingOptions blend = Blend(question, 0.1, DocumentLearning::kOff);
+    const int64_t id = engine->Submit(question.prompt, blend).value();
+    Finish(engine.get(), &outcomes);
+    if (HasFatalFailure()) return;
+    const Outcome first = outcomes[{id, 0}];
+    lacking += first.blend->moved_tokens < alone.blend->moved_tokens ? 1 : 0;
+    const Outcome whole = Generate(engine.get(), question.prompt, Blend(question, 0.1));
+    EXPECT_EQ(whole.bits, alone.bits);
+  }
+  EXPECT_GT(lacking, 0);
+}
+
 TEST_P(EngineBlend, AnExactBeginningIsInNoRatio) {
   const Question question = Ask({1, 2, 3}, 1);
   const auto engine = Create();

@@ -5,10 +5,20 @@
 #include <filesystem>
 #include <fstream>
 
+#include "base/testing/replaced_new.h"
 #include "engine/engine_impl.h"
 #include "model/testing/test_model.h"
 
 namespace quire {
+namespace {
+
+// Allocations of this thread that have so many bytes are refused; 0: none.
+thread_local size_t refused_bytes = 0;
+
+}  // namespace
+
+bool RefusesAllocation(size_t bytes) noexcept { return bytes > 0 && bytes == refused_bytes; }
+
 namespace {
 
 using Tokens = std::vector<int32_t>;
@@ -226,6 +236,23 @@ TEST_F(EngineSnapshot, FailuresChangeNothing) {
   engine->CheckInvariants();
   EXPECT_EQ(engine->Stats().pages_free, before.pages_free);
   EXPECT_EQ(engine->Stats().retained_tokens, before.retained_tokens);
+}
+
+// Without memory for its salt, the sequence of the file stayed in the cache and belonged to nobody.
+TEST_F(EngineSnapshot, LoadLosesNoSequenceWithoutMemoryForTheSalt) {
+  const auto writer = Create();
+  Run(*writer, Text(40), 1);
+  ASSERT_TRUE(Save(*writer, Text(40)).ok());
+  const auto reader = Create();
+  const SnapshotLoadOptions options{.cache_salt = std::string(12'344, 's')};
+  refused_bytes = options.cache_salt.size() + 1;
+  const Status refused = reader->LoadSnapshot(contents_.identity, path_, options).status();
+  refused_bytes = 0;
+  EXPECT_EQ(refused.code(), StatusCode::kOutOfMemory) << refused.ToString();
+  reader->CheckInvariants();
+  EXPECT_EQ(reader->Stats().pages_free, reader->Stats().pages_total);
+  const auto loaded = reader->LoadSnapshot(contents_.identity, path_, options);
+  EXPECT_TRUE(loaded.ok()) << loaded.status().ToString();
 }
 
 // Sound files of the same model that the engine cannot use: ids beyond the vocabulary, more tokens

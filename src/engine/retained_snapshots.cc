@@ -62,6 +62,7 @@ Result<SnapshotInfo> RetainedSnapshots::Load(const Passport& identity, const std
   QUIRE_ASSIGN_OR_RETURN(SnapshotInfo announced, ReadSnapshotInfo(path));
   QUIRE_RETURN_IF_ERROR(CheckSnapshotFits(announced, path, facts_.limits));
   const int64_t length = static_cast<int64_t>(announced.tokens.size());
+  PrefixSpace space{.salt = options.cache_salt};  // nothing throws once the cache has `id`
   const int64_t id = holders_.sequences.NewId();
   const Passport own = facts_.WithNumerics(identity);
   const auto load = [&] { return quire::LoadSnapshot(states_, id, own, path, options); };
@@ -86,7 +87,7 @@ Result<SnapshotInfo> RetainedSnapshots::Load(const Passport& identity, const std
     state.RemoveSequence(id);
     return Status::OutOfMemory();
   }
-  const PrefixSpace space{.salt = options.cache_salt, .long_rope = info.long_factors};
+  space.long_rope = info.long_factors;
   holders_.prefix_cache.Retain(id, std::move(announced.tokens), space);
   if (holders_.prefix_cache.Find(info.tokens, space).length == length) return info;
   return Status(StatusCode::kOutOfPages,

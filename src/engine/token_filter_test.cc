@@ -123,6 +123,54 @@ TEST(TokenFilter, GuessesThatItRefusesAreTakenBack) {
   EXPECT_GT(server.engine->Stats().accepted_tokens, 10);
 }
 
+// A filter that fails for a guess, as one that is too slow there does, was made anew in each step,
+// and accepted the whole answer again, which all other requests waited for.
+TEST(TokenFilter, OneThatFailsForAGuessIsMadeAnewOnce) {
+  for (const Speculation& speculation : {kNGrams, kModel}) {
+    SCOPED_TRACE(static_cast<int>(speculation.draft));
+    SamplingOptions options{.max_tokens = 60, .temperature = 0.7F, .seed = 4};
+    const auto run = [&](Server* server, const Script& script, const std::function<void()>& begin) {
+      Prepare(server->model);
+      if (server->draft_model != nullptr) Prepare(server->draft_model);
+      options.filter = FilterOf(script);
+      const int64_t id = server->Submit({1, 2, 3, 4, 5, 6, 0, 1, 2, 3}, options);
+      while (!server->engine->Idle() && !testing::Test::HasFailure()) {
+        begin();
+        EXPECT_TRUE(server->Step().ok());
+      }
+      return server->answers[{id, 0}];
+    };
+    Server plain({.chunk = 64});
+    const Answer want = run(&plain, HashScript(3, 12, 200, 200), [] {});
+    Sizes sizes{.chunk = 64, .speculation = speculation, .tree_nodes = 64};
+    sizes.draft_seed = 5;
+    Server server(sizes);
+    const Script script = HashScript(3, 12, 200, 200);
+    bool guesses = false;  // the step has not come to its forward
+    int64_t place = 0;     // of the token that was asked about last
+    script->rule = [&, rule = script->rule](std::span<const int32_t> came, int32_t token) {
+      place = std::ssize(came);
+      return rule(came, token);
+    };
+    int64_t failures = 0;
+    script->fault = [&]() -> Status {
+      const int64_t answer = std::ssize(server.answers[{0, 0}].tokens);
+      if (!guesses || answer == 0 || place <= answer) return {};
+      place = 0;
+      ++failures;
+      return Status(StatusCode::kTooLarge, "asked for");
+    };
+    server.model->fault = [&](std::span<const int32_t>) {
+      guesses = false;
+      return Status();
+    };
+    ExpectEqual(run(&server, script, [&] { guesses = true; }), want, "as without guesses");
+    EXPECT_EQ(failures, 1);
+    EXPECT_EQ(script->forks, 2);
+    options.filter = nullptr;
+  }
+}
+
 // The draft model draws what the filter allows: with the same weights all its guesses are right.
 TEST(TokenFilter, TheDraftModelDrawsBehindTheFilter) {
   const Script script = HashScript(8, 3, 200, 200);
@@ -229,6 +277,30 @@ TEST(TokenFilter, OneThatFailsEndsItsRequestAlone) {
     options.filter = nullptr;
     EXPECT_EQ(script->living, 0) << call;
   }
+}
+
+// All others waited until the requests before it had ended.
+TEST(TokenFilter, OneThatCannotBeForkedEndsInTheFirstStepOfItsPrompt) {
+  const Script script = HashScript(2);
+  script->fault = [calls = 0]() mutable {  // the second sample has none
+    return ++calls == 2 ? Status(StatusCode::kIoError, "asked for") : Status();
+  };
+  Server server({.chunk = 64});
+  Prepare(server.model);
+  const int64_t before = server.Submit({4, 5}, {.max_tokens = 8});
+  SamplingOptions options{.max_tokens = 8, .n = 2};
+  options.filter = FilterOf(script);
+  const int64_t id = server.Submit({1, 2, 3}, options);
+  const int64_t behind = server.Submit({4, 6}, {.max_tokens = 8});
+  ASSERT_TRUE(server.Step().ok());
+  const Answer& failed = server.answers[{id, 1}];
+  EXPECT_EQ(failed.reason, FinishReason::kError);
+  EXPECT_EQ(failed.error,
+            "IoError: asked for; SamplingOptions::filter failed for token 3 of sample 1");
+  for (const auto& key : {std::pair(before, int64_t{0}), {id, 0}, {behind, 0}})
+    EXPECT_EQ(server.answers[key].tokens.size(), 1U) << key.first;
+  server.Finish();
+  EXPECT_EQ((server.answers[{behind, 0}].reason), FinishReason::kLength);
 }
 
 // The others computed the prompt again.

@@ -42,6 +42,8 @@ void RefuseEach(const std::string& name, StatusCode expected, const std::functio
 
 void RefuseFromHere() { refuses_all = true; }
 
+bool AllocationRefused() { return allocation_refused; }
+
 AllocationsAllowed::AllocationsAllowed() : left_(std::exchange(allocations_left, -1)) {}
 AllocationsAllowed::~AllocationsAllowed() { allocations_left = left_; }
 

@@ -19,6 +19,10 @@ void RefuseEach(const std::string& name, StatusCode expected, const std::functio
 // Refuses every allocation of the calling thread from here on, to its end.
 void RefuseFromHere();
 
+// Whether an allocation of the call under test was refused: a call that may do without it says so
+// by answering OutOfMemory nevertheless.
+bool AllocationRefused();
+
 // While it lives nothing is refused: for what a call under test is given, not part of it.
 class AllocationsAllowed {
  public:

@@ -132,7 +132,7 @@ Status NGramDrafter::Propose(std::span<const DraftJob> jobs, DrawScratch* /*scra
     }
     const std::span<const int32_t> text = whole.subspan(static_cast<size_t>(known.begin));
     index.Extend(text);
-    // A filter that fails is dropped, and fails again when the next token is drawn.
+    // A filter that fails is dropped, and its sample gets no more guesses (Speculator).
     if (!Merge(text, index.FindContinuations(text, job.branches), job).ok()) job.tree->Truncate(0);
   }
   return {};

@@ -10,13 +10,14 @@
 namespace quire {
 namespace {
 
-// Its next token is one of the answer that has been drawn, and at least two more may follow.
+// Its next token is one of the answer that has been drawn, at least two more may follow, and no
+// guess made its filter fail.
 bool MayDraft(const Speculator::Candidate& candidate) {
   if (candidate.request == nullptr) return false;
   const Request& request = *candidate.request;
   const auto length = static_cast<int64_t>(candidate.sample->tokens.size());
   return request.speculation.draft != DraftKind::kNone && length > request.prompt_tokens &&
-         candidate.sample->pending() == 1 &&
+         candidate.sample->pending() == 1 && !candidate.sample->filter.has_failed() &&
          request.prompt_tokens + request.options.max_tokens - length >= 2;
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/testing/refuse_each.h"
 #include "engine/testing/remote_pair.h"
 #include "quire/engine_loop.h"
 
@@ -133,6 +134,41 @@ TEST_F(RemoteLoss, FailEndsTheRequestAndNothingElse) {
     EXPECT_NE(lost.answer.error.find("on_loss is fail"), std::string::npos) << lost.answer.error;
     EXPECT_TRUE(lost.answer.tokens.empty());
   }
+}
+
+// A step that asks a peer, with each of its allocations refused. A request that waits had a
+// sequence afterwards, and the next step stopped the process. The peer is gone by then.
+TEST_F(RemoteLoss, AnyAllocationOfTheStepThatAsksMayBeRefused) {
+  const Tokens prompt = Text(kPrompt, 1);
+  const Answer alone = Alone(prompt, Greedy(8));
+  int64_t asked = 0;
+  RefuseEach("Step", StatusCode::kOk, [&]() -> Status {
+    std::unique_ptr<HandServer> hand;
+    std::unique_ptr<Server> server;
+    int64_t id = 0;
+    {
+      const AllocationsAllowed allowed;
+      hand = std::make_unique<HandServer>(Endpoint(), kHand);
+      server = std::make_unique<Server>(Sizes{.page_size = 4});
+      Attach(server.get(), {.addresses = {hand->endpoint()}, .when = RemotePrefill::kAlways});
+      hand->Accept();
+      id = server->Submit(prompt, Greedy(8));
+    }
+    Result<std::vector<StepOutput>> outputs = server->engine->Step();
+    const AllocationsAllowed allowed;
+    server->engine->CheckInvariants();
+    asked += server->engine->Stats().remote_waiting;
+    hand->peer()->Close();
+    if (outputs.ok()) server->Take(*std::move(outputs));
+    server->Finish();
+    const Answer& answer = server->answers[{id, 0}];
+    if (answer.reason != FinishReason::kError) ExpectEqual(answer, alone, "computed here");
+    ExpectAllPagesBack(*server);
+    server = nullptr;  // here nothing is refused
+    hand = nullptr;
+    return AllocationRefused() ? Status::OutOfMemory() : outputs.status();
+  });
+  EXPECT_GT(asked, 0) << "no step came to what is refused";
 }
 
 // The engine's clock says when: the peer has the job and never answers.

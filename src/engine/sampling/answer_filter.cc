@@ -14,6 +14,11 @@ void AnswerFilter::Drop() noexcept {
   accepted_ = 0;
 }
 
+void AnswerFilter::DropFor(const Status& error) noexcept {
+  Drop();
+  if (error.code() != StatusCode::kOutOfMemory) has_failed_ = true;
+}
+
 Status AnswerFilter::Align(const TokenFilter& of_request, std::span<const int32_t> answer) {
   if (filter_ == nullptr) {
     QUIRE_ASSIGN_OR_RETURN(filter_, of_request.Fork());
@@ -37,7 +42,7 @@ Status AnswerFilter::Align(const TokenFilter& of_request, std::span<const int32_
 Status AnswerFilter::FillMask(std::span<uint32_t> mask) {
   QUIRE_CHECK(is_there());
   Status status = filter_->FillMask(mask);
-  if (!status.ok()) Drop();
+  if (!status.ok()) DropFor(status);
   return status;
 }
 
@@ -45,7 +50,7 @@ Result<bool> AnswerFilter::Accept(int32_t token) {
   QUIRE_CHECK(is_there());
   Result<bool> accepted = filter_->Accept(token);
   if (!accepted.ok()) {
-    Drop();
+    DropFor(accepted.status());
   } else if (*accepted) {
     ++accepted_;
   }
@@ -59,7 +64,7 @@ Status AnswerFilter::RollbackTo(int64_t count) {
   if (status.ok()) {
     accepted_ = count;
   } else {
-    Drop();
+    DropFor(status);
   }
   return status;
 }

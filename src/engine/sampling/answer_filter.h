@@ -13,7 +13,7 @@
 namespace quire {
 
 // After an error the fork is dropped, as nobody knows where it stands: the next Align makes
-// another one.
+// another one, which accepts the whole answer again.
 class AnswerFilter {
  public:
   // Brings it to the end of the answer. REQUIRES: what it has accepted, as far as the answer goes,
@@ -26,11 +26,17 @@ class AnswerFilter {
   Status RollbackTo(int64_t count);
   int64_t accepted() const { return accepted_; }
   bool is_there() const { return filter_ != nullptr; }
+  // Whether a fork was dropped for an error of its own. One that fails for a guess may well fail
+  // for the next one, and is worth no guesses.
+  bool has_failed() const { return has_failed_; }
   void Drop() noexcept;
 
  private:
+  void DropFor(const Status& error) noexcept;
+
   std::unique_ptr<TokenFilter> filter_;  // null: not made yet, or dropped
   int64_t accepted_ = 0;
+  bool has_failed_ = false;
 };
 
 }  // namespace quire

@@ -51,8 +51,10 @@ int64_t AnswerDrawer::bytes() const {
 Result<Drawn> AnswerDrawer::Prepare(Request* request, Sample* sample, int64_t row,
                                     int64_t draws_max) const {
   Request::ReserveTokens(sample, draws_max);
-  if (draws_max > 0) QUIRE_RETURN_IF_ERROR(request->AlignFilter(sample));
   Drawn drawn{.request = request, .sample = sample, .row = row};
+  // A filter's own error ends its sample, as one of the draw does, and leaves the others alone.
+  if (draws_max > 0) drawn.filter_status = request->AlignFilter(sample);
+  if (drawn.filter_status.code() == StatusCode::kOutOfMemory) return drawn.filter_status;
   drawn.draws.resize(static_cast<size_t>(draws_max));
   for (Draw& draw : drawn.draws) {
     ReserveLogprobs(request->options, model_.info().vocab_size, &draw);
@@ -66,7 +68,7 @@ Result<Drawn> AnswerDrawer::Prepare(Request* request, Sample* sample, int64_t ro
   return drawn;
 }
 
-// One draw behind the sample's tokens, which its filter follows.
+// One draw behind the sample's tokens, which its filter follows unless it has failed.
 void AnswerDrawer::DrawNext(Drawn* drawn, DrawScratch* scratch) const noexcept {
   const auto vocab_size = static_cast<size_t>(model_.info().vocab_size);
   const Request& request = *drawn->request;
@@ -81,6 +83,10 @@ void AnswerDrawer::DrawNext(Drawn* drawn, DrawScratch* scratch) const noexcept {
                   .options = &request.options,
                   .stream = drawn->output.sample};
   if (request.options.filter == nullptr) return DrawToken(input, scratch, &draw);
+  if (!drawn->filter_status.ok()) {
+    draw.error = DrawError::kFilterFailed;
+    return;
+  }
   AnswerFilter& filter = drawn->sample->filter;
   drawn->filter_status = GuardEntry([&]() -> Status {
     QUIRE_RETURN_IF_ERROR(filter.FillMask(scratch->mask));

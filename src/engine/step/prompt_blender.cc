@@ -289,7 +289,9 @@ Result<PromptBlender::OpenPieces> PromptBlender::Open(std::span<const Work> work
     AttentionKVCache& cache = *parts_.state.attention();
     auto rows = std::make_unique<MovedPiece>(cache.options(), range.begin, range.count(),
                                              work.request->space.long_rope);
+    // Less than it was planned with where guesses have got the pages of a document since.
     const FoundRows found = FindDocuments(*work.request, range);
+    if (!found.has_all) work.request->KeepBlendForItself();
     for (const DocumentRows& document : found.parts) {
       if (LayerwiseLoad* const layers = document.layers) {
         rows->Expect({.part = document.part,

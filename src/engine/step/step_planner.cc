@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/guard.h"
 
 namespace quire {
 namespace {
@@ -249,10 +250,14 @@ Result<bool> StepPlanner::AdmitHead() {
   }
   request.layers = std::move(layers);
   owners_.traffic.store.ImportChunks(&request, start);
-  if (!owners_.traffic.remote.Start(&request, owners_.traffic.store.compute_seconds_per_token())) {
+  const Result<bool> started = GuardEntry([&]() -> Result<bool> {
+    return owners_.traffic.remote.Start(&request,
+                                        owners_.traffic.store.compute_seconds_per_token());
+  });
+  if (!started.ok() || !*started) {  // it waits on, and a request that waits has no sequence
     holders_.sequences.RemoveAll(&request);
     request.cached = {};
-    return false;
+    return started;
   }
   request.NoteFound(*request.leader());
   if (!request.admitted_before)

@@ -201,10 +201,15 @@ bool RemoteTraffic::NotAsked(const Request& request, size_t peer, const Status& 
   }
   ++losses_;
   // A salt that the connection does not carry, or more than a message: the prompt's fault.
-  if (why.code() == StatusCode::kBadArgument || why.code() == StatusCode::kTooLarge) {
-    peers_->NoteError(peer, why);
-  } else {
-    peers_->Report(peer, {.status = why});
+  const bool is_of_prompt =
+      why.code() == StatusCode::kBadArgument || why.code() == StatusCode::kTooLarge;
+  try {
+    if (is_of_prompt) {
+      peers_->NoteError(peer, why);
+    } else {
+      peers_->Report(peer, {.status = why});
+    }
+  } catch (const std::bad_alloc&) {  // the peer's figures lack this prompt
   }
   return true;
 }
