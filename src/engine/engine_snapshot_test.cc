@@ -12,7 +12,7 @@
 namespace quire {
 namespace {
 
-// Allocations of this thread that have so many bytes are refused; 0: none.
+// Allocations of this thread that have this number of bytes are refused; 0: none.
 thread_local size_t refused_bytes = 0;
 
 }  // namespace

@@ -123,8 +123,8 @@ TEST(TokenFilter, GuessesThatItRefusesAreTakenBack) {
   EXPECT_GT(server.engine->Stats().accepted_tokens, 10);
 }
 
-// A filter that fails for a guess, as one that is too slow there does, was made anew in each step,
-// and accepted the whole answer again, which all other requests waited for.
+// A filter that fails for a guess, as one that is too slow there does, was made again in each step
+// and accepted the whole answer, which all other requests waited for.
 TEST(TokenFilter, OneThatFailsForAGuessIsMadeAnewOnce) {
   for (const Speculation& speculation : {kNGrams, kModel}) {
     SCOPED_TRACE(static_cast<int>(speculation.draft));

@@ -454,8 +454,8 @@ def _wrap(file: GgufFile, tokenizer: Tokenizer, config: dict[str, Any]) -> None:
         if not name or ":" in name or name.startswith("$") or index is None:
             raise file.metadata.error(
                 f"tokenizer.ggml.{end}_token_id",
-                f"the token {name[:200]!r} cannot stand around a text: it is empty or unused, or its "
-                'name holds ":" or begins with "$"',
+                f"the token {name[:200]!r} cannot stand around a text: it is empty or unused, or "
+                'its name holds ":" or begins with "$"',
             )
         ids[name] = index
     if not ids:
