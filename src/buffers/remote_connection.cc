@@ -33,7 +33,8 @@ Result<std::shared_ptr<RemoteConnection>> RemoteConnection::Open(const std::stri
                                                                      std::move(waker));
                          }));
   std::unique_lock lock(connection->mutex_);
-  QUIRE_RETURN_IF_ERROR(connection->EnsureOpen(lock));
+  // The connection's thread has begun already, and may be done.
+  QUIRE_RETURN_IF_ERROR(connection->AwaitAttempt(lock, 0));
   return connection;
 }
 
@@ -55,11 +56,14 @@ RemoteConnection::~RemoteConnection() {
 // --------------------------------------------------------------------------------------- requests
 
 Status RemoteConnection::EnsureOpen(std::unique_lock<std::mutex>& lock) {
-  const uint64_t over_before = attempts_over_;
   if (!is_open()) {
     is_wanted_ = true;
     waker_.Signal();
   }
+  return AwaitAttempt(lock, attempts_over_);
+}
+
+Status RemoteConnection::AwaitAttempt(std::unique_lock<std::mutex>& lock, uint64_t over_before) {
   changed_.wait(lock, [&] { return is_closed_ || is_open() || attempts_over_ != over_before; });
   if (is_closed_) return closed_error_;
   return is_open() ? Status() : last_error_;

@@ -61,6 +61,8 @@ class RemoteConnection final : private ClientSession::Owner {
  private:
   void OnAnswer(uint64_t request, Result<wire::Message> answer) override;
   Status EnsureOpen(std::unique_lock<std::mutex>& lock);
+  // What became of the attempt after the first `over_before`.
+  Status AwaitAttempt(std::unique_lock<std::mutex>& lock, uint64_t over_before);
   Status AwaitPlace(std::unique_lock<std::mutex>& lock, int64_t until_ns);
   bool is_open() const { return session_ != nullptr && session_->is_open(); }
   std::shared_ptr<Call> Send(wire::Message message, uint64_t request);

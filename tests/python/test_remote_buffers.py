@@ -3,6 +3,7 @@ pair has to stand."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -335,12 +336,18 @@ def test_endpoints_are_checked(endpoint: str) -> None:
 @pytest.mark.parametrize("buffer", [RemoteLookupBuffer, RemoteStoreBuffer])
 def test_other_threads_run_while_a_buffer_connects(buffer: Callable[..., Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        # Says no word, and ends the connection: while this process waits, only a thread of Python
+        # Says no word, and ends each connection: while this process waits, only a thread of Python
         # can do that.
-        stranger = threading.Thread(target=lambda: server.accept()[0].close())
+        def turn_away() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        stranger = threading.Thread(target=turn_away)
         stranger.start()
         with pytest.raises(errors.UnavailableError, match="closed|reset"):
             buffer("127.0.0.1:%d" % server.getsockname()[1], connect_timeout=60)
+        server.shutdown(socket.SHUT_RDWR)
         stranger.join()
 
 
