@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TextIO, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,7 +21,7 @@ from quire.serve.problems import Problem, from_engine
 from quire.serve.service import Service
 from quire.serve.tenants import Tenant
 
-__all__ = ["Call", "ClientGone", "Log", "answer_beside", "left", "read_body"]
+__all__ = ["Call", "ClientGone", "Log", "answer_beside", "left", "read_body", "while_there"]
 
 T = TypeVar("T")
 
@@ -94,7 +94,10 @@ async def answer_beside(
     (ClientGone), so clients that have left have nothing that waits."""
     async with _reading(request, service, reader) as (make, headers):
         with _counted(request, service) as key:
-            return await _while_there(request.receive, service, key, make, headers)
+            try:
+                return await while_there(request.receive, service.streams.run(key, make, headers))
+            except errors.QuireError as error:
+                raise from_engine(error) from None
 
 
 @contextlib.contextmanager
@@ -116,24 +119,20 @@ def _counted(request: Request, service: Service) -> Iterator[str]:
             del texts[key]
 
 
-async def _while_there(
-    receive: Receive, service: Service, key: str, function: Callable[..., T], *arguments: Any
-) -> T:
-    """What the function returns, called at the key's turn. ClientGone: its client has left."""
-    working = asyncio.create_task(service.streams.run(key, function, *arguments))
+async def while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What the work returns. ClientGone: its client has left first, and the work is cancelled."""
+    working = asyncio.create_task(work)
     leaving = asyncio.create_task(left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGone
         return working.result()
-    except errors.QuireError as error:
-        raise from_engine(error) from None
     finally:
         leaving.cancel()
         if not working.done():
             working.cancel()
-        del working  # a failure's traceback has this frame: both would stay
+        del working, work  # a failure's traceback has this frame: all would stay
 
 
 async def left(receive: Receive) -> None:

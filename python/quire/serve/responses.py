@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from quire import errors
 from quire.engine import Result
 from quire.serve._streams import Answer, Delta
-from quire.serve.calls import Call, ClientGone, left
+from quire.serve.calls import Call, ClientGone, left, while_there
 from quire.serve.generation import Generation
 from quire.serve.prefill_pairs import told_of
 from quire.serve.problems import Problem, defect
@@ -153,19 +153,11 @@ async def _submitted(
 ) -> Answer:
     """ClientGone: the client has left before its request was with the engine, which never gets
     it."""
-    submitting = asyncio.create_task(service.submit(generation, call.tenant))
-    leaving = asyncio.create_task(left(receive))
     try:
-        await asyncio.wait((submitting, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not submitting.done():
-            call.facts["finish"] = "cancelled"
-            raise ClientGone
-        return submitting.result()
-    finally:
-        leaving.cancel()
-        if not submitting.done():
-            submitting.cancel()
-        del submitting  # a failure's traceback has this frame: both would stay
+        return await while_there(receive, service.submit(generation, call.tenant))
+    except ClientGone:
+        call.facts["finish"] = "cancelled"
+        raise
 
 
 def _prefix(request: Request, call: Call, generation: Generation, submitted: Answer) -> str:
