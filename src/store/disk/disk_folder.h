@@ -152,7 +152,6 @@ class DiskFolder {
   // What became of one try to store a chunk.
   struct Attempt {
     bool stored = false;
-    bool is_there = false;  // another process has put it meanwhile
     bool refused = false;  // Full: the limits and quotas leave it no room, however free the disk is
   };
   Status StoreOnce(FileSession& io, const NewChunk& chunk, Attempt* attempt);

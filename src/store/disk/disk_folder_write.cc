@@ -102,9 +102,10 @@ Status DiskFolder::Publish(FileSession& io, const NewChunk& chunk, NewFile& new_
   QUIRE_RETURN_IF_ERROR(room);
   const std::string path = PathOf(chunk.id);
   const int error = io.Link(new_file.file.get(), new_file.path, path);
-  attempt->is_there = error == -EEXIST;
-  if (attempt->is_there) return Status();
+  // Another process has put it meanwhile. It is looked at once more: is it sound?
+  if (error == -EEXIST) return Status();
   if (error != 0) return FileError(error, "cannot name " + path);
+  attempt->stored = true;
   const Status counted = lock_.Add(io, bytes);
   Note(chunk.id, chunk.header, chunk.worth);
   catalog_.SetSeen(chunk.id, {.verified = true});
@@ -114,11 +115,9 @@ Status DiskFolder::Publish(FileSession& io, const NewChunk& chunk, NewFile& new_
 }
 
 Status DiskFolder::StoreOnce(FileSession& io, const NewChunk& chunk, Attempt* attempt) {
-  bool is_there = false;
-  QUIRE_RETURN_IF_ERROR(CheckPresent(io, chunk.id, &is_there));
-  if (is_there) {
+  QUIRE_RETURN_IF_ERROR(CheckPresent(io, chunk.id, &attempt->stored));
+  if (attempt->stored) {
     catalog_.CountDuplicate();
-    attempt->stored = true;
     return Status();
   }
   QUIRE_RETURN_IF_ERROR(folders_.Make(io, chunk.id));
@@ -128,7 +127,6 @@ Status DiskFolder::StoreOnce(FileSession& io, const NewChunk& chunk, Attempt* at
   if (status.ok()) status = Publish(io, chunk, new_file, attempt);
   TemporaryFiles::Drop(io, new_file);
   QUIRE_RETURN_IF_ERROR(status);
-  attempt->stored = !attempt->is_there;  // otherwise it is looked at once more: is it sound?
   if (attempt->stored && syncs()) {
     QUIRE_RETURN_IF_ERROR(folders_.Sync(io, chunk.id));
     catalog_.SetSeen(chunk.id, {.verified = true, .synced = true});
